@@ -1,0 +1,364 @@
+#include "group.h"
+
+#include <algorithm>
+
+#include "../check.h"
+#include "copy_engine.h"
+
+namespace ulysses_ops {
+namespace {
+
+constexpr int64_t kWordBytes = sizeof(uint64_t);
+constexpr int64_t kPoisonBytes = int64_t{1} << 20;
+constexpr uint64_t kOpenSalt = 0x9e3779b97f4a7c15ull;
+constexpr uint64_t kFullSalt = 0xc2b2ae3d27d4eb4full;
+
+int64_t first_probe_word(int64_t world_size) { return kMaxChannels * 2 * world_size; }
+
+// Spreads the bits (the finaliser of splitmix64) and never gives 0, which means "at rest".
+uint64_t mixed(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+  value ^= value >> 31;
+  return value == 0 ? 1 : value;
+}
+
+uint64_t bit(int64_t rank) { return uint64_t{1} << rank; }
+
+uint64_t all_ranks(int64_t world_size) {
+  return world_size == kMaxRanks ? ~uint64_t{0} : bit(world_size) - 1;
+}
+
+std::string names_of(uint64_t ranks) {
+  std::string names;
+  for (int64_t rank = 0; rank < kMaxRanks; ++rank) {
+    if (ranks & bit(rank)) {
+      names += (names.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  return names;
+}
+
+std::shared_ptr<char> allocate_poison() {
+  void* memory = nullptr;
+  UOPS_CUDA_CHECK(cudaMalloc(&memory, kPoisonBytes));
+  std::shared_ptr<char> owner(static_cast<char*>(memory), [](char* pointer) { cudaFree(pointer); });
+  UOPS_CUDA_CHECK(cudaMemset(memory, 0xff, kPoisonBytes));  // all ones is NaN in every float format
+  return owner;
+}
+
+}  // namespace
+
+int64_t num_words(int64_t world_size) { return first_probe_word(world_size) + world_size + 1; }
+
+Group::Group(int64_t rank, int64_t world_size, int64_t device,
+             const std::vector<int64_t>& word_bases, SignalPath path)
+    : rank_(rank),
+      world_size_(world_size),
+      device_(device),
+      lanes_(Lanes::of(device)),
+      word_bases_(word_bases),
+      path_(path),
+      poison_(allocate_poison()) {
+  STD_TORCH_CHECK(world_size > 1 && world_size <= kMaxRanks && rank >= 0 && rank < world_size,
+                  "ulysses: rank=", rank, " and world_size=", world_size,
+                  " need 1 < world_size <= ", kMaxRanks);
+  STD_TORCH_CHECK(static_cast<int64_t>(word_bases.size()) == world_size,
+                  "ulysses: ", word_bases.size(),
+                  " word pointers given for world_size=", world_size);
+  const int64_t probe = first_probe_word(world_size);
+  probe_words_ = words_at(probe);
+  probe_.words = &probe_words_;
+  probe_local_ = static_cast<CUdeviceptr>(word_bases[rank] + probe * kWordBytes);
+  path_.scratch = static_cast<CUdeviceptr>(word_bases[rank] + (probe + world_size) * kWordBytes);
+}
+
+SignalWords Group::words_at(int64_t first_word) const {
+  SignalWords words;
+  for (int64_t step = 1; step < world_size_; ++step) {
+    const int64_t peer = (rank_ + step) % world_size_;
+    words.remote.push_back(
+        static_cast<CUdeviceptr>(word_bases_[peer] + (first_word + rank_) * kWordBytes));
+    words.local.push_back(
+        static_cast<CUdeviceptr>(word_bases_[rank_] + (first_word + peer) * kWordBytes));
+  }
+  return words;
+}
+
+void Group::add_window(WindowInfo info) {
+  check_layout(info.layout);
+  STD_TORCH_CHECK(info.layout.world_size() == world_size_ &&
+                      static_cast<int64_t>(info.base_of_rank.size()) == world_size_,
+                  "ulysses: window '", info.name, "' has splits for ", info.layout.world_size(),
+                  " ranks and pointers of ", info.base_of_rank.size(), ", world_size is ",
+                  world_size_);
+  const void* key = info.base_of_rank[rank_];
+  STD_TORCH_CHECK(windows_.count(key) == 0, "ulysses: window '", info.name,
+                  "' is registered already");
+  auto found = channels_.find(info.channel);
+  if (found == channels_.end()) {
+    // Ranks add and remove windows in the same order, so the lowest free slot is the same
+    // everywhere.
+    int64_t slot = 0;
+    const auto taken = [&](const auto& entry) { return entry.second.slot == slot; };
+    while (std::any_of(channels_.begin(), channels_.end(), taken)) {
+      ++slot;
+    }
+    STD_TORCH_CHECK(slot < kMaxChannels, "ulysses: more than ", kMaxChannels,
+                    " channels; use fewer channel names");
+    Channel channel;
+    channel.slot = slot;
+    for (const char letter : info.channel) {
+      channel.tag = mixed(channel.tag + static_cast<unsigned char>(letter) + kOpenSalt);
+    }
+    channel.empty = words_at(2 * slot * world_size_);
+    channel.full = words_at((2 * slot + 1) * world_size_);
+    found = channels_.emplace(info.channel, std::move(channel)).first;
+  }
+  ++found->second.num_windows;
+  windows_.emplace(key, std::make_unique<WindowInfo>(std::move(info)));
+}
+
+void Group::remove_window(const void* local_base) {
+  const WindowInfo& info = window(local_base, "reserve");
+  Channel& channel = channel_of(info);
+  STD_TORCH_CHECK(channel.rounds.empty(), "reserve: window '", info.name,
+                  "' cannot be given back while its channel '", info.channel,
+                  "' has an exchange in flight");
+  STD_TORCH_CHECK(info.captures.empty(), "reserve: window '", info.name,
+                  "' cannot be given back while a captured graph uses it");
+  if (--channel.num_windows == 0) {
+    channels_.erase(info.channel);
+  }
+  windows_.erase(local_base);
+}
+
+WindowInfo& Group::window(const void* local_base, const char* op) const {
+  const auto found = windows_.find(local_base);
+  STD_TORCH_CHECK(
+      found != windows_.end(), op,
+      ": the tensor given as window is none of this communicator's windows, or a copy of one; pass "
+      "Window.tensor as reserve() returned it");
+  return *found->second;
+}
+
+Group::Channel& Group::channel_of(const WindowInfo& window) { return channels_.at(window.channel); }
+const Group::Channel& Group::channel_of(const WindowInfo& window) const {
+  return channels_.at(window.channel);
+}
+
+void Group::check_send(const WindowInfo& window, int64_t peer, CaptureId capture,
+                       const char* op) const {
+  STD_TORCH_CHECK(peer >= kEveryRank && peer < world_size_, op, ": peer=", peer,
+                  " must be a rank below ", world_size_);
+  const auto& rounds = channel_of(window).rounds;
+  const auto round = rounds.find(capture);
+  if (round == rounds.end()) {
+    return;
+  }
+  for (const Sent& sent : round->second.sent) {
+    if (sent.window == &window) {
+      const uint64_t again = sent.peers & (peer == kEveryRank ? all_ranks(world_size_) : bit(peer));
+      STD_TORCH_CHECK(again == 0, op, ": window '", window.name, "' of channel '", window.channel,
+                      "' already has an exchange in flight for rank ", names_of(again),
+                      "; call complete before sending into it again");
+    }
+  }
+}
+
+void Group::note_tag(Channel& channel, uint64_t tag) {
+  auto& used = channel.tags_used;
+  if (std::find(used.begin(), used.end(), tag) == used.end()) {
+    used.push_back(tag);
+  }
+}
+
+void Group::note_reader(Channel& channel, cudaStream_t reader, CaptureId capture) {
+  channel.reader = reader;
+  channel.reader_capture = capture;
+  channel.has_reader = true;
+}
+
+void Group::open(Channel& channel, const WindowInfo& window, cudaStream_t caller,
+                 CaptureId capture) {
+  // The previous round may have been read on another stream: this rank is done only when that
+  // stream is.
+  if (channel.has_reader && channel.reader != caller && channel.reader_capture == capture) {
+    lanes_.order(channel.reader, {lanes_.copy(), lanes_.own()}, capture);
+  }
+  const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
+  note_tag(channel, tag);
+  handshake({{&channel.empty, tag}}, path_, lanes_.copy());
+}
+
+void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
+                 CaptureId capture) {
+  Channel& channel = channel_of(window);
+  if (capture != 0) {
+    window.captures.insert(capture);
+  }
+  const auto copies = plan_copies(window.layout, rank_, source.strides, peer);
+  const bool own_share = peer == kEveryRank || peer == rank_;
+  if (own_share) {
+    lanes_.order(caller, {lanes_.copy(), lanes_.own()}, capture);
+  } else {
+    lanes_.order(caller, {lanes_.copy()}, capture);
+  }
+  const bool first = channel.rounds.count(capture) == 0;
+  if (first) {
+    open(channel, window, caller, capture);
+  }
+  Round& round = channel.rounds[capture];
+  for (const PitchedCopy& copy : copies) {
+    issue_copy(copy, window.base_of_rank[copy.peer], source.base,
+               copy.peer == rank_ ? lanes_.own() : lanes_.copy());
+  }
+  const uint64_t peers = peer == kEveryRank ? all_ranks(world_size_) : bit(peer);
+  const auto same = [&](const Sent& sent) { return sent.window == &window; };
+  const auto sent = std::find_if(round.sent.begin(), round.sent.end(), same);
+  if (sent == round.sent.end()) {
+    round.sent.push_back({&window, peers});
+    round.tag += window.tag;
+  } else {
+    sent->peers |= peers;
+  }
+  round.own_share |= own_share;
+  round.sources.push_back(std::move(source));
+}
+
+void Group::check_round(const std::string& name, const Round& round,
+                        const std::vector<const void*>& windows) const {
+  for (const Sent& sent : round.sent) {
+    STD_TORCH_CHECK(
+        std::count(windows.begin(), windows.end(), sent.window->base_of_rank[rank_]) == 1,
+        "complete: channel '", name, "' also has window '", sent.window->name,
+        "' in flight; complete all windows of a channel in one call");
+    // The own share may have been written by its producer; a peer's share can only have been sent.
+    const uint64_t missing = all_ranks(world_size_) & ~(sent.peers | bit(rank_));
+    STD_TORCH_CHECK(missing == 0, "complete: window '", sent.window->name,
+                    "' was sent nothing for rank ", names_of(missing),
+                    "; send every peer its part first");
+  }
+}
+
+void Group::complete(const std::vector<const void*>& windows,
+                     const std::vector<const void*>& sources, cudaStream_t caller) {
+  const CaptureId capture = lanes_.admit(caller, "complete");
+  std::vector<Channel*> channels;
+  std::vector<const void*> expected;
+  for (const void* base : windows) {
+    const WindowInfo& info = window(base, "complete");
+    Channel& channel = channel_of(info);
+    const auto round = channel.rounds.find(capture);
+    STD_TORCH_CHECK(round != channel.rounds.end(), "complete: channel '", info.channel,
+                    "' has nothing in flight here; send into window '", info.name,
+                    "' first, in the same capture if there is one");
+    const auto& sent = round->second.sent;
+    STD_TORCH_CHECK(std::any_of(sent.begin(), sent.end(),
+                                [&](const Sent& entry) { return entry.window == &info; }),
+                    "complete: window '", info.name, "' has nothing in flight; send into it first");
+    if (std::find(channels.begin(), channels.end(), &channel) == channels.end()) {
+      check_round(info.channel, round->second, windows);
+      channels.push_back(&channel);
+      for (const Source& source : round->second.sources) {
+        expected.push_back(source.identity);
+      }
+    }
+  }
+  std::vector<const void*> given = sources;
+  std::sort(given.begin(), given.end());
+  std::sort(expected.begin(), expected.end());
+  STD_TORCH_CHECK(given == expected, "complete: the ", given.size(), " sources are not the ",
+                  expected.size(),
+                  " tensors that were sent; pass to complete the very tensors given to the sends");
+
+  bool own_share = false;
+  std::vector<Signal> signals;
+  for (Channel* channel : channels) {
+    const Round& round = channel->rounds.at(capture);
+    const uint64_t tag = mixed(channel->tag + round.tag + kFullSalt);
+    note_tag(*channel, tag);
+    signals.push_back({&channel->full, tag});
+    own_share |= round.own_share;
+  }
+  handshake(signals, path_, lanes_.copy());
+  lanes_.order(lanes_.copy(), {caller}, capture);
+  if (own_share) {
+    lanes_.order(lanes_.own(), {caller}, capture);
+  }
+  for (Channel* channel : channels) {
+    channel->rounds.erase(capture);
+    note_reader(*channel, caller, capture);
+  }
+}
+
+std::string Group::pending(CaptureId capture) const {
+  std::string names;
+  for (const auto& [name, channel] : channels_) {
+    if (channel.rounds.count(capture) != 0) {
+      names += (names.empty() ? "" : ", ") + name;
+    }
+  }
+  return names;
+}
+
+void Group::abandon_captures() {
+  for (auto& [name, channel] : channels_) {
+    std::erase_if(channel.rounds, [](const auto& entry) { return entry.first != 0; });
+  }
+}
+
+std::vector<int64_t> Group::pinned() const {
+  std::vector<int64_t> bases;
+  for (const auto& [base, info] : windows_) {
+    if (!info->captures.empty()) {
+      bases.push_back(reinterpret_cast<int64_t>(base));
+    }
+  }
+  return bases;
+}
+
+void Group::forget_capture(CaptureId capture) {
+  for (const auto& [base, info] : windows_) {
+    info->captures.erase(capture);
+  }
+}
+
+void Group::before_replay(cudaStream_t launch) {
+  lanes_.order(lanes_.copy(), {launch}, 0);
+  lanes_.order(lanes_.own(), {launch}, 0);
+  for (auto& [name, channel] : channels_) {
+    if (channel.has_reader && channel.reader_capture == 0 && channel.reader != launch) {
+      lanes_.order(channel.reader, {launch}, 0);
+    }
+  }
+}
+
+void Group::after_replay(cudaStream_t launch) {
+  lanes_.order(launch, {lanes_.copy(), lanes_.own()}, 0);
+  for (auto& [name, channel] : channels_) {
+    note_reader(channel, launch, 0);  // a graph may hand out a window; it is read on this stream
+  }
+}
+
+void Group::release_waits_once() {
+  for (auto& [name, channel] : channels_) {
+    for (const uint64_t tag : channel.tags_used) {
+      write_local(channel.empty.local, tag, lanes_.side());
+      write_local(channel.full.local, tag, lanes_.side());
+    }
+  }
+}
+
+void Group::poison_windows() {
+  for (const auto& [base, info] : windows_) {
+    const int64_t bytes = info->layout.window_bytes(rank_);
+    for (int64_t done = 0; done < bytes; done += kPoisonBytes) {
+      UOPS_CUDA_CHECK(cudaMemcpyAsync(info->base_of_rank[rank_] + done, poison_.get(),
+                                      std::min(kPoisonBytes, bytes - done), cudaMemcpyDefault,
+                                      lanes_.side()));
+    }
+  }
+}
+
+}  // namespace ulysses_ops

@@ -1,0 +1,145 @@
+// A group of ranks as the device side sees it: peer pointers of windows and words, and the rounds
+// in flight.
+//
+// NOTE [rounds]: a round is everything between two completions of a channel. It begins with the
+// first send into one of the channel's windows (which opens the channel) and ends with `complete`.
+// Rounds are kept apart by capture, so that a capture that was given up leaves nothing behind for
+// eager calls. NOTE [checks]: everything that can be refused is refused before the first CUDA call
+// of an operation; Python has checked arguments already, so these are the last resort.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../plan.h"
+#include "handshake.h"
+#include "lanes.h"
+
+namespace ulysses_ops {
+
+// Channels that one communicator may hold at once.
+inline constexpr int64_t kMaxChannels = 64;
+
+// The symmetric word block of one rank: for each channel `empty` and `full` words of every rank,
+// then the probe words of every rank, then one scratch word. In words, not bytes.
+int64_t num_words(int64_t world_size);
+
+struct WindowInfo {
+  std::string name;
+  std::string channel;
+  Layout layout;
+  uint64_t tag = 0;                 // equal on every rank, unlike any pointer
+  std::vector<char*> base_of_rank;  // as mapped here
+  std::set<CaptureId> captures;     // captures that baked these addresses in; they pin the window
+};
+
+// What a send reads. `keepalive` holds the memory until the round is joined.
+struct Source {
+  const void* identity = nullptr;  // the pointer that `complete` is asked about
+  const char* base = nullptr;
+  std::array<int64_t, 4> strides{};
+  std::shared_ptr<void> keepalive;
+};
+
+class Group {
+ public:
+  Group(int64_t rank, int64_t world_size, int64_t device, const std::vector<int64_t>& word_bases,
+        SignalPath path);
+
+  int64_t rank() const { return rank_; }
+  int64_t device() const { return device_; }
+  Lanes& lanes() const { return lanes_; }
+  SignalPath& path() { return path_; }
+  const Signal& probe_signal() const { return probe_; }
+  CUdeviceptr probe_words() const { return probe_local_; }
+
+  void add_window(WindowInfo info);
+  void remove_window(const void* local_base);
+  WindowInfo& window(const void* local_base, const char* op) const;
+
+  // Whether `peer`'s share (every share for kEveryRank) may be sent into the window now; throws
+  // otherwise.
+  void check_send(const WindowInfo& window, int64_t peer, CaptureId capture, const char* op) const;
+  void send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
+            CaptureId capture);
+
+  // Completes the rounds that consist of exactly these windows and sources.
+  void complete(const std::vector<const void*>& windows, const std::vector<const void*>& sources,
+                cudaStream_t caller);
+
+  // Names of channels with a round in flight in this capture; of all captures for `any_capture`.
+  std::string pending(CaptureId capture) const;
+  // Forgets rounds that were begun in captures.
+  void abandon_captures();
+
+  // Local addresses of the windows that captured graphs use; and the end of such a graph.
+  std::vector<int64_t> pinned() const;
+  void forget_capture(CaptureId capture);
+
+  // A replay takes the place of the copy chain: it waits for the chain and all readers, and the
+  // chain for it. So replays are serialised among each other and against eager exchanges, whatever
+  // streams they are launched on.
+  void before_replay(cudaStream_t launch);
+  void after_replay(cudaStream_t launch);
+
+  // Writes every tag that a wait may be looking for into the local words, once, on the side stream.
+  void release_waits_once();
+  // Fills all windows with NaN bytes on the side stream.
+  void poison_windows();
+
+ private:
+  struct Sent {
+    const WindowInfo* window;
+    uint64_t peers;  // ranks whose share was sent, as bits
+  };
+  struct Round {
+    std::vector<Sent> sent;
+    std::vector<Source> sources;
+    uint64_t tag = 0;  // sum over windows: the order of parts does not matter
+    bool own_share = false;
+  };
+  struct Channel {
+    int64_t slot = 0;
+    int64_t num_windows = 0;
+    uint64_t tag = 0;
+    SignalWords empty;
+    SignalWords full;
+    std::map<CaptureId, Round> rounds;
+    std::vector<uint64_t> tags_used;  // what a wait of this channel can be looking for
+    cudaStream_t reader =
+        nullptr;  // the stream of the latest completion, whose reads the next open must follow
+    CaptureId reader_capture = 0;
+    bool has_reader = false;
+  };
+
+  SignalWords words_at(int64_t first_word) const;
+  Channel& channel_of(const WindowInfo& window);
+  const Channel& channel_of(const WindowInfo& window) const;
+  void open(Channel& channel, const WindowInfo& window, cudaStream_t caller, CaptureId capture);
+  void check_round(const std::string& name, const Round& round,
+                   const std::vector<const void*>& windows) const;
+  static void note_tag(Channel& channel, uint64_t tag);
+  static void note_reader(Channel& channel, cudaStream_t reader, CaptureId capture);
+
+  int64_t rank_;
+  int64_t world_size_;
+  int64_t device_;
+  Lanes& lanes_;
+  std::vector<int64_t> word_bases_;
+  SignalPath path_;
+  SignalWords probe_words_;
+  Signal probe_;
+  CUdeviceptr probe_local_ = 0;
+  std::shared_ptr<char> poison_;
+  std::unordered_map<const void*, std::unique_ptr<WindowInfo>> windows_;
+  std::map<std::string, Channel> channels_;
+};
+
+}  // namespace ulysses_ops

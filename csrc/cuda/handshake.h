@@ -1,0 +1,54 @@
+// Self-resetting signal words: 0 -> tag -> 0, one producer and one consumer a word.
+//
+//   announce   write word@peer[me] = tag, for every peer       the payload before it is visible
+//   first await      wait word@me[peer] == tag, write it 0           for every peer
+//
+// A peer sets a word again only after it saw the answer that this rank sends after its reset; so no
+// signal is lost, no count is kept on the host, and eager calls, replays and mixtures of both look
+// the same to the words.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace ulysses_ops {
+
+inline constexpr int64_t kMaxRanks = 64;  // sets of ranks are 64-bit masks
+
+enum class SignalKind : int64_t {
+  kWriteValue = 0,  // a stream-memory write into the peer's memory
+  kMemcpy = 1,      // an 8-byte device-to-device copy, for drivers that write only local memory
+};
+
+// Where the words of one handshake lie, one entry per peer (this rank left out), in rotated order.
+struct SignalWords {
+  std::vector<CUdeviceptr> remote;  // this rank's word in each peer's memory
+  std::vector<CUdeviceptr> local;   // each peer's word in this rank's memory
+};
+
+struct SignalPath {
+  SignalKind kind = SignalKind::kWriteValue;
+  CUdeviceptr scratch = 0;    // a local word: the source of copied signals
+  bool flush_remote = false;  // the device can flush remote writes behind a wait
+};
+
+// The words of one channel and the tag that its round is known by.
+struct Signal {
+  const SignalWords* words = nullptr;
+  uint64_t tag = 0;
+};
+
+// Both halves: announce all signals to every peer, then await every peer for all of them, on
+// `stream`.
+void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream);
+
+// The first half alone; the probe of a signal path uses it.
+void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream);
+
+// Writes `value` into local words: resets them, or releases waits that no peer will answer.
+void write_local(const std::vector<CUdeviceptr>& words, uint64_t value, cudaStream_t stream);
+
+}  // namespace ulysses_ops

@@ -1,0 +1,75 @@
+#include "lanes.h"
+
+#include <map>
+#include <memory>
+
+#include "../check.h"
+
+namespace ulysses_ops {
+
+CaptureId capture_id(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  UOPS_CUDA_CHECK(
+      cudaStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr, nullptr));
+  STD_TORCH_CHECK(status != cudaStreamCaptureStatusInvalidated,
+                  "ulysses: the capture of this stream was invalidated by an earlier call; end it "
+                  "and capture again");
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+RelaxedCaptureMode::RelaxedCaptureMode() {
+  UOPS_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_));
+}
+RelaxedCaptureMode::~RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+Lanes::Lanes(int64_t device) {
+  int previous = 0;
+  UOPS_CUDA_CHECK(cudaGetDevice(&previous));
+  UOPS_CUDA_CHECK(cudaSetDevice(static_cast<int>(device)));
+  const RelaxedCaptureMode relaxed;
+  int least = 0;
+  int greatest = 0;
+  UOPS_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  UOPS_CUDA_CHECK(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
+  UOPS_CUDA_CHECK(cudaStreamCreateWithPriority(&own_, cudaStreamNonBlocking, greatest));
+  // A level of its own, so that it shares no hardware queue with a stream that waits.
+  UOPS_CUDA_CHECK(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest + 1));
+  UOPS_CUDA_CHECK(cudaEventCreateWithFlags(&eager_event_, cudaEventDisableTiming));
+  UOPS_CUDA_CHECK(cudaEventCreateWithFlags(&capture_event_, cudaEventDisableTiming));
+  UOPS_CUDA_CHECK(cudaSetDevice(previous));
+}
+
+Lanes& Lanes::of(int64_t device) {
+  // Never destroyed: at exit the CUDA runtime may be gone before us.
+  static auto* lanes = new std::map<int64_t, std::unique_ptr<Lanes>>;
+  auto& entry = (*lanes)[device];
+  if (entry == nullptr) {
+    entry.reset(new Lanes(device));
+  }
+  return *entry;
+}
+
+CaptureId Lanes::admit(cudaStream_t caller, const char* op) const {
+  const CaptureId capture = capture_id(caller);
+  for (const cudaStream_t lane : {copy_, own_}) {
+    const CaptureId lane_capture = capture_id(lane);
+    STD_TORCH_CHECK(lane_capture == 0 || lane_capture == capture, op,
+                    ": the copy streams of this device take part in another capture (id ",
+                    lane_capture, ", this call's is ", capture,
+                    "); complete and end that capture first");
+  }
+  return capture;
+}
+
+void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after,
+                  CaptureId capture) {
+  // A wait refers to the latest record, so one event serves all calls.
+  const cudaEvent_t event = capture == 0 ? eager_event_ : capture_event_;
+  UOPS_CUDA_CHECK(cudaEventRecord(event, before));
+  for (const cudaStream_t stream : after) {
+    UOPS_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
+  }
+}
+
+}  // namespace ulysses_ops

@@ -1,0 +1,61 @@
+// The streams of one device: a single copy chain for all communicators of the process, and an
+// own-share stream beside it.
+//
+// NOTE [one chain]: channels of all communicators share one FIFO copy stream, so ranks that issue
+// the same operations in the same order cannot deadlock on the order of their channels. Caller
+// streams only fork into it and join it by events. NOTE [two sets of events]: an event that was
+// recorded in a capture means nothing outside it, so captures and eager calls use events of their
+// own.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace ulysses_ops {
+
+// Id of the capture that a stream takes part in; 0 when it does not.
+using CaptureId = uint64_t;
+CaptureId capture_id(cudaStream_t stream);
+
+// While alive, this thread's calls do not disturb captures of other threads.
+class RelaxedCaptureMode {
+ public:
+  RelaxedCaptureMode();
+  ~RelaxedCaptureMode();
+  RelaxedCaptureMode(const RelaxedCaptureMode&) = delete;
+  RelaxedCaptureMode& operator=(const RelaxedCaptureMode&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class Lanes {
+ public:
+  // The lanes of a device, created at first use and kept until the process ends.
+  static Lanes& of(int64_t device);
+
+  cudaStream_t copy() const { return copy_; }
+  cudaStream_t own() const { return own_; }
+  cudaStream_t side() const { return side_; }  // for probes and releases, never behind a wait
+
+  // The capture that a call from `caller` belongs to. Throws, before anything is issued, when the
+  // lanes take part in another capture.
+  CaptureId admit(cudaStream_t caller, const char* op) const;
+
+  // Makes every stream of `after` wait for what `before` holds now; all take part in `capture` or,
+  // if it is 0, in none.
+  void order(cudaStream_t before, std::initializer_list<cudaStream_t> after, CaptureId capture);
+
+ private:
+  explicit Lanes(int64_t device);
+
+  cudaStream_t copy_ = nullptr;
+  cudaStream_t own_ = nullptr;
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t eager_event_ = nullptr;
+  cudaEvent_t capture_event_ = nullptr;
+};
+
+}  // namespace ulysses_ops

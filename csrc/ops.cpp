@@ -1,0 +1,306 @@
+// `_C_cuda`: the private operators of the copy-engine transport: check -> plan -> launch. The
+// public schemas live in ulysses_ops/ops.py. Groups are numbers here because a string argument
+// leaks in the stable ABI's unboxing; the two calls that take names run once a window.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/driver.h"
+#include "cuda/group.h"
+#include "cuda/ipc.h"
+
+namespace ulysses_ops {
+namespace {
+
+using torch::stable::Tensor;
+
+// The only mutable global: groups by number. Never destroyed, since at exit the CUDA runtime may be
+// gone before us.
+struct Registry {
+  std::mutex mutex;
+  std::map<int64_t, std::unique_ptr<Group>> groups;
+  int64_t next = 1;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+// A group with the registry locked: operators run without Python's lock.
+class LockedGroup {
+ public:
+  LockedGroup(int64_t number, const char* op) : lock_(registry().mutex) {
+    const auto found = registry().groups.find(number);
+    STD_TORCH_CHECK(found != registry().groups.end(), op,
+                    ": the communicator of this group is closed");
+    group_ = found->second.get();
+  }
+  Group* operator->() const { return group_; }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+  Group* group_;
+};
+
+cudaStream_t current_stream(int64_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(static_cast<int32_t>(device), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+std::array<int64_t, 4> four(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
+  return {values[0], values[1], values[2], values[3]};
+}
+
+int64_t create_group(int64_t rank, int64_t world_size, int64_t device,
+                     std::vector<int64_t> word_bases, int64_t signal_kind) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  SignalPath path;
+  path.kind = static_cast<SignalKind>(signal_kind);
+  path.flush_remote = device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) == 1;
+  const int64_t number = registry().next++;
+  registry().groups.emplace(number,
+                            std::make_unique<Group>(rank, world_size, device, word_bases, path));
+  return number;
+}
+
+void destroy_group(int64_t number) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().groups.erase(number);
+}
+
+int64_t words_bytes(int64_t world_size) {
+  return num_words(world_size) * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+void set_signal(int64_t number, int64_t signal_kind) {
+  LockedGroup(number, "signal")->path().kind = static_cast<SignalKind>(signal_kind);
+}
+
+void announce_probe(int64_t number, int64_t value) {
+  const LockedGroup group(number, "probe");
+  Signal signal = group->probe_signal();
+  signal.tag = static_cast<uint64_t>(value);
+  announce(signal, group->path(), group->lanes().side());
+}
+
+std::vector<int64_t> read_probe(int64_t number, int64_t world_size) {
+  const LockedGroup group(number, "probe");
+  std::vector<int64_t> words(static_cast<size_t>(world_size));
+  const cudaStream_t side = group->lanes().side();
+  UOPS_CUDA_CHECK(cudaMemcpyAsync(words.data(), reinterpret_cast<const void*>(group->probe_words()),
+                                  words.size() * sizeof(int64_t), cudaMemcpyDefault, side));
+  UOPS_CUDA_CHECK(cudaStreamSynchronize(side));
+  return words;
+}
+
+void add_window(int64_t number, std::string name, std::string channel, int64_t tag, bool gather,
+                int64_t batch, int64_t head_dim, int64_t itemsize, std::vector<int64_t> seq_splits,
+                std::vector<int64_t> head_splits, std::vector<int64_t> bases) {
+  WindowInfo info;
+  info.name = std::move(name);
+  info.channel = std::move(channel);
+  info.tag = static_cast<uint64_t>(tag);
+  info.layout = Layout{gather ? Direction::kGather : Direction::kScatter,
+                       batch,
+                       head_dim,
+                       itemsize,
+                       std::move(seq_splits),
+                       std::move(head_splits)};
+  for (const int64_t base : bases) {
+    info.base_of_rank.push_back(reinterpret_cast<char*>(base));
+  }
+  LockedGroup(number, "reserve")->add_window(std::move(info));
+}
+
+void remove_window(int64_t number, int64_t base) {
+  LockedGroup(number, "reserve")->remove_window(reinterpret_cast<const void*>(base));
+}
+
+// Zero-copy send of `x`, or of a part already cut for `peer`, into the window of every receiver.
+void send(Tensor x, Tensor window, int64_t number, int64_t peer) {
+  const LockedGroup group(number, "send");
+  WindowInfo& info = group->window(window.data_ptr(), "send");
+  const char* op = info.layout.direction == Direction::kGather ? "gather_into" : "scatter_into";
+  STD_TORCH_CHECK(x.dim() == 4 && static_cast<int64_t>(x.element_size()) == info.layout.itemsize &&
+                      x.get_device_index() == group->device(),
+                  op, ": x of ", x.dim(), " dimensions, ", x.element_size(),
+                  " bytes an element, on device ", x.get_device_index(), " does not fit window '",
+                  info.name, "' of ", info.layout.itemsize, " bytes an element on device ",
+                  group->device());
+  const cudaStream_t caller = current_stream(group->device());
+  const CaptureId capture = group->lanes().admit(caller, op);
+  group->check_send(info, peer, capture, op);
+  const auto shape = four(x.sizes());
+  const auto expected = info.layout.source_shape(group->rank(), peer);
+  STD_TORCH_CHECK(shape == expected, op, ": x has shape ", to_string(shape), ", window '",
+                  info.name, "' takes ", to_string(expected), " from rank ", group->rank());
+  const Tensor readable = is_pitched(shape, four(x.strides())) ? x : torch::stable::contiguous(x);
+  Source source;
+  source.identity = x.data_ptr();
+  source.base = static_cast<const char*>(readable.data_ptr());
+  source.strides = four(readable.strides());
+  source.keepalive = std::make_shared<std::pair<Tensor, Tensor>>(x, readable);
+  group->send(info, std::move(source), peer, caller, capture);
+}
+
+std::vector<const void*> addresses(const std::vector<Tensor>& tensors) {
+  std::vector<const void*> result;
+  result.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    result.push_back(tensor.data_ptr());
+  }
+  return result;
+}
+
+void complete(std::vector<Tensor> windows, std::vector<Tensor> sources, int64_t number) {
+  const LockedGroup group(number, "complete");
+  group->complete(addresses(windows), addresses(sources), current_stream(group->device()));
+}
+
+std::string pending(int64_t number) {
+  const LockedGroup group(number, "pending");
+  return group->pending(capture_id(current_stream(group->device())));
+}
+
+int64_t current_capture(int64_t number) {
+  const LockedGroup group(number, "capture");
+  return static_cast<int64_t>(capture_id(current_stream(group->device())));
+}
+
+std::vector<int64_t> pinned(int64_t number) { return LockedGroup(number, "reserve")->pinned(); }
+
+void forget_capture(int64_t number, int64_t capture) {
+  LockedGroup(number, "capture")->forget_capture(static_cast<CaptureId>(capture));
+}
+
+void abandon_captures(int64_t number) { LockedGroup(number, "capture")->abandon_captures(); }
+
+void before_replay(int64_t number) {
+  const LockedGroup group(number, "replay");
+  group->before_replay(current_stream(group->device()));
+}
+
+void after_replay(int64_t number) {
+  const LockedGroup group(number, "replay");
+  group->after_replay(current_stream(group->device()));
+}
+
+bool is_idle(int64_t number) {
+  const LockedGroup group(number, "idle");
+  const RelaxedCaptureMode relaxed;
+  for (const cudaStream_t lane : {group->lanes().copy(), group->lanes().own()}) {
+    const cudaError_t status = cudaStreamQuery(lane);
+    if (status == cudaErrorNotReady) {
+      return false;
+    }
+    UOPS_CUDA_CHECK(status);
+  }
+  return true;
+}
+
+void poison_windows(int64_t number) {
+  const LockedGroup group(number, "close");
+  const RelaxedCaptureMode relaxed;
+  group->poison_windows();
+  UOPS_CUDA_CHECK(cudaStreamSynchronize(group->lanes().side()));
+}
+
+void release_waits(int64_t number) {
+  const LockedGroup group(number, "close");
+  const RelaxedCaptureMode relaxed;
+  group->release_waits_once();
+  UOPS_CUDA_CHECK(cudaStreamSynchronize(group->lanes().side()));
+}
+
+std::vector<int64_t> device_facts(int64_t device) {
+  return {device_attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, device),
+          device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device),
+          device_attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, device)};
+}
+
+std::vector<int64_t> ipc_export_op(int64_t pointer) { return ipc_export(pointer); }
+int64_t ipc_open_op(std::vector<int64_t> handle, int64_t device) {
+  return ipc_open(handle, device);
+}
+
+}  // namespace
+}  // namespace ulysses_ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
+  m.def("_cuda_device_facts(int device) -> int[]");
+
+  m.def("_ipc_allocate(int bytes, int device) -> int");
+  m.def("_ipc_free(int pointer) -> ()");
+  m.def("_ipc_export(int pointer) -> int[]");
+  m.def("_ipc_open(int[] handle, int device) -> int");
+  m.def("_ipc_close(int pointer) -> ()");
+
+  m.def("_ce_words_bytes(int world_size) -> int");
+  m.def(
+      "_ce_create_group(int rank, int world_size, int device, int[] word_bases, int signal_kind) "
+      "-> int");
+  m.def("_ce_destroy_group(int group) -> ()");
+  m.def("_ce_set_signal(int group, int signal_kind) -> ()");
+  m.def("_ce_announce_probe(int group, int value) -> ()");
+  m.def("_ce_read_probe(int group, int world_size) -> int[]");
+  m.def(
+      "_ce_add_window(int group, str name, str channel, int tag, bool gather, int batch, int "
+      "head_dim, int itemsize, "
+      "int[] seq_splits, int[] head_splits, int[] bases) -> ()");
+  m.def("_ce_remove_window(int group, int base) -> ()");
+  m.def("_ce_send(Tensor x, Tensor(a!) window, int group, int peer) -> ()");
+  m.def("_ce_complete(Tensor(a!)[] windows, Tensor[] sources, int group) -> ()");
+  m.def("_ce_pending(int group) -> str");
+  m.def("_ce_current_capture(int group) -> int");
+  m.def("_ce_pinned(int group) -> int[]");
+  m.def("_ce_forget_capture(int group, int capture) -> ()");
+  m.def("_ce_abandon_captures(int group) -> ()");
+  m.def("_ce_before_replay(int group) -> ()");
+  m.def("_ce_after_replay(int group) -> ()");
+  m.def("_ce_is_idle(int group) -> bool");
+  m.def("_ce_poison_windows(int group) -> ()");
+  m.def("_ce_release_waits(int group) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
+  using namespace ulysses_ops;
+  m.impl("_cuda_device_facts", TORCH_BOX(&device_facts));
+
+  m.impl("_ipc_allocate", TORCH_BOX(&ipc_allocate));
+  m.impl("_ipc_free", TORCH_BOX(&ipc_free));
+  m.impl("_ipc_export", TORCH_BOX(&ipc_export_op));
+  m.impl("_ipc_open", TORCH_BOX(&ipc_open_op));
+  m.impl("_ipc_close", TORCH_BOX(&ipc_close));
+
+  m.impl("_ce_words_bytes", TORCH_BOX(&words_bytes));
+  m.impl("_ce_create_group", TORCH_BOX(&create_group));
+  m.impl("_ce_destroy_group", TORCH_BOX(&destroy_group));
+  m.impl("_ce_set_signal", TORCH_BOX(&set_signal));
+  m.impl("_ce_announce_probe", TORCH_BOX(&announce_probe));
+  m.impl("_ce_read_probe", TORCH_BOX(&read_probe));
+  m.impl("_ce_add_window", TORCH_BOX(&add_window));
+  m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
+  m.impl("_ce_send", TORCH_BOX(&send));
+  m.impl("_ce_complete", TORCH_BOX(&complete));
+  m.impl("_ce_pending", TORCH_BOX(&pending));
+  m.impl("_ce_current_capture", TORCH_BOX(&current_capture));
+  m.impl("_ce_pinned", TORCH_BOX(&pinned));
+  m.impl("_ce_forget_capture", TORCH_BOX(&forget_capture));
+  m.impl("_ce_abandon_captures", TORCH_BOX(&abandon_captures));
+  m.impl("_ce_before_replay", TORCH_BOX(&before_replay));
+  m.impl("_ce_after_replay", TORCH_BOX(&after_replay));
+  m.impl("_ce_is_idle", TORCH_BOX(&is_idle));
+  m.impl("_ce_poison_windows", TORCH_BOX(&poison_windows));
+  m.impl("_ce_release_waits", TORCH_BOX(&release_waits));
+}

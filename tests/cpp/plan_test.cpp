@@ -1,0 +1,176 @@
+// Replays plans over byte buffers, one per simulated rank, and compares with the layout equations
+// of plan.h element by element. If this passes, a wrong result on a device is a fault of transport
+// or synchronisation.
+#include "../../csrc/plan.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <stdexcept>
+
+using namespace ulysses_ops;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool condition, const std::string& what) {
+  if (!condition) {
+    ++failures;
+    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  }
+}
+
+using Buffer = std::vector<int32_t>;
+constexpr int64_t kItem = sizeof(int32_t);
+
+int64_t offset_of(const std::vector<int64_t>& splits, int64_t rank) {
+  return std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0});
+}
+
+// The element of the global tensor [batch, seq, heads, head_dim].
+int32_t value_at(const Layout& layout, int64_t b, int64_t s, int64_t h, int64_t d) {
+  return static_cast<int32_t>(
+             ((b * layout.seq_global() + s) * layout.num_heads() + h) * layout.head_dim + d) +
+         1;
+}
+
+// Calls visit(b, s, h, d, value) over one rank's share of the global tensor.
+void for_each(const Layout& layout, int64_t rank, bool by_sequence,
+              const std::function<void(int64_t, int64_t, int64_t, int64_t, int32_t)>& visit) {
+  const int64_t rows = by_sequence ? layout.seq_splits[rank] : layout.seq_global();
+  const int64_t heads = by_sequence ? layout.num_heads() : layout.head_splits[rank];
+  const int64_t first_row = by_sequence ? offset_of(layout.seq_splits, rank) : 0;
+  const int64_t first_head = by_sequence ? 0 : offset_of(layout.head_splits, rank);
+  for (int64_t b = 0; b < layout.batch; ++b) {
+    for (int64_t s = 0; s < rows; ++s) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t d = 0; d < layout.head_dim; ++d) {
+          visit(b, s, h, d, value_at(layout, b, first_row + s, first_head + h, d));
+        }
+      }
+    }
+  }
+}
+
+void apply(const PitchedCopy& copy, Buffer& dst, const Buffer& src) {
+  for (int64_t slice = 0; slice < copy.num_slices; ++slice) {
+    for (int64_t row = 0; row < copy.num_rows; ++row) {
+      const int64_t to = copy.dst_offset + slice * copy.dst_slice_pitch + row * copy.dst_pitch;
+      const int64_t from = copy.src_offset + slice * copy.src_slice_pitch + row * copy.src_pitch;
+      const bool inside =
+          to >= 0 && to + copy.row_bytes <= static_cast<int64_t>(dst.size()) * kItem && from >= 0 &&
+          from + copy.row_bytes <= static_cast<int64_t>(src.size()) * kItem;
+      expect(inside, "a planned row lies inside both buffers");
+      if (inside) {
+        std::memcpy(reinterpret_cast<char*>(dst.data()) + to,
+                    reinterpret_cast<const char*>(src.data()) + from, copy.row_bytes);
+      }
+    }
+  }
+}
+
+// `width` times the heads of a row in memory: 3 for the view of a fused projection.
+void check_exchange(const Layout& layout, int64_t width, const std::string& name) {
+  const bool scatter = layout.direction == Direction::kScatter;
+  const int64_t world_size = layout.world_size();
+  std::vector<Buffer> windows;
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    windows.emplace_back(layout.window_bytes(rank) / kItem, 0);
+  }
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    const auto shape = layout.source_shape(rank);
+    const int64_t row = width * shape[2] * shape[3];
+    const std::array<int64_t, 4> strides{shape[1] * row, row, shape[3], 1};
+    Buffer source(shape[0] * shape[1] * row, -1);
+    for_each(layout, rank, scatter, [&](int64_t b, int64_t s, int64_t h, int64_t d, int32_t value) {
+      source[b * strides[0] + s * strides[1] + h * strides[2] + d] = value;
+    });
+    expect(is_pitched(shape, strides), name + ": the source is readable by pitch");
+    for (const PitchedCopy& copy : plan_copies(layout, rank, strides)) {
+      apply(copy, windows[copy.peer], source);
+    }
+  }
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    int64_t index = 0;
+    bool right = true;
+    for_each(layout, rank, !scatter, [&](int64_t, int64_t, int64_t, int64_t, int32_t value) {
+      right = right && windows[rank][index++] == value;
+    });
+    expect(right && index == static_cast<int64_t>(windows[rank].size()),
+           name + ": window of rank " + std::to_string(rank));
+  }
+}
+
+void check_parts(const Layout& layout) {
+  // Parts sent one by one land where the whole would have.
+  for (int64_t rank = 0; rank < layout.world_size(); ++rank) {
+    for (int64_t peer = 0; peer < layout.world_size(); ++peer) {
+      const auto shape = layout.source_shape(rank, peer);
+      const std::array<int64_t, 4> dense{shape[1] * shape[2] * shape[3], shape[2] * shape[3],
+                                         shape[3], 1};
+      const auto part = plan_copies(layout, rank, dense, peer);
+      const auto whole_shape = layout.source_shape(rank);
+      const std::array<int64_t, 4> whole_dense{whole_shape[1] * whole_shape[2] * whole_shape[3],
+                                               whole_shape[2] * whole_shape[3], whole_shape[3], 1};
+      for (const PitchedCopy& copy : plan_copies(layout, rank, whole_dense)) {
+        if (copy.peer == peer) {
+          expect(
+              part.size() == 1 && part[0].dst_offset == copy.dst_offset && part[0].src_offset == 0,
+              "a part lands where its share of the whole lands");
+        }
+      }
+    }
+  }
+}
+
+void check_order_and_refusals() {
+  const Layout layout{Direction::kScatter, 1, 8, 2, {4, 4, 4, 4}, {2, 2, 2, 2}};
+  const auto copies = plan_copies(layout, 2, {256, 64, 8, 1});
+  const std::vector<int64_t> expected{3, 0, 1, 2};
+  for (size_t i = 0; i < copies.size(); ++i) {
+    expect(copies[i].peer == expected[i], "peers are visited in rotated order, the own share last");
+  }
+  const std::array<int64_t, 4> shape{2, 4, 3, 8};
+  expect(is_pitched(shape, {96, 24, 8, 1}), "dense");
+  expect(is_pitched(shape, {288, 72, 8, 1}), "fused projection view");
+  expect(!is_pitched(shape, {96, 8, 32, 1}), "heads outermost are not dense rows");
+  expect(!is_pitched(shape, {0, 24, 8, 1}), "an expanded batch overlaps itself");
+  expect(!is_pitched(shape, {96, 0, 8, 1}), "an expanded sequence overlaps itself");
+  expect(!is_pitched(shape, {192, 48, 16, 2}), "last stride 2");
+  expect(is_pitched({1, 4, 3, 8}, {0, 24, 8, 1}), "the stride of a size-1 dimension means nothing");
+  expect(is_pitched({2, 4, 1, 8}, {32, 8, 0, 1}), "one head with stride 0");
+  bool refused = false;
+  try {
+    check_layout(Layout{Direction::kGather, 1, 8, 2, {4, -4}, {2, 2}});
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  expect(refused, "a negative split is refused");
+}
+
+}  // namespace
+
+int main() {
+  for (const Direction direction : {Direction::kScatter, Direction::kGather}) {
+    const std::string name = direction == Direction::kScatter ? "scatter" : "gather";
+    for (const int64_t batch : {1, 2, 3}) {
+      for (const int64_t width : {1, 3}) {
+        check_exchange({direction, batch, 8, kItem, {4, 4}, {2, 2}}, width, name + " even");
+        check_exchange({direction, batch, 5, kItem, {251, 250, 250, 250}, {1, 2, 1, 2}}, width,
+                       name + " uneven");
+        check_exchange({direction, batch, 8, kItem, {1, 1, 1, 0}, {1, 1, 1, 1}}, width,
+                       name + " a rank with nothing");
+        check_exchange({direction, batch, 1, kItem, {7, 6}, {1, 1}}, width,
+                       name + " one head, head_dim 1");
+        check_exchange({direction, batch, 16, kItem, {5}, {3}}, width, name + " one rank");
+      }
+    }
+    check_parts({direction, 2, 8, kItem, {3, 5, 2}, {2, 1, 4}});
+  }
+  check_order_and_refusals();
+  std::printf("plan_test: %s\n", failures == 0 ? "passed" : "FAILED");
+  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

@@ -1,0 +1,292 @@
+"""The probe: what it learns from NVML and CUDA, and what it calls unknown."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from fake_nvml import (
+    NO_MPS,
+    NVLINK,
+    READ,
+    WRITE,
+    FakeCuda,
+    FakeGpu,
+    FakeNvml,
+    machine,
+    rank_topology,
+)
+
+from ulysses_ops import topology
+from ulysses_ops.facts import Fact, Pair, Topology
+from ulysses_ops.topology import MIG_DISABLED, P2P_STATUS_NAMES, probe
+
+
+def nvml_error(code: int) -> Exception:
+    error = pynvml.NVMLError(code)
+    assert isinstance(error, Exception)
+    return error
+
+
+def pair_of(seen: Topology, source: FakeGpu, target: FakeGpu) -> Pair:
+    wanted = (f"GPU-{source.uuid}", f"GPU-{target.uuid}")
+    (pair,) = [p for p in seen.pairs if (p.source_uuid, p.target_uuid) == wanted]
+    return pair
+
+
+def test_a_good_machine_is_known() -> None:
+    gpus = machine(2)
+    nvml = FakeNvml(gpus)
+    seen = rank_topology(nvml, FakeCuda(gpus, [0, 1]), 1)
+    assert (seen.device, seen.device_uuid) == ("cuda:1", f"GPU-{gpus[1].uuid}")
+    assert seen.gpu is not None
+    assert (seen.gpu.pci_bus_id, seen.gpu.nvml_index) == ("00000000:11:00.0", 1)
+    assert [f.answer for f in (seen.nvml, seen.identity, seen.library)] == ["yes"] * 3
+    assert (seen.gpu.mig.answer, seen.mps.answer) == ("no", "no")
+    assert seen.stream_memory_64bit.answer == seen.flush_remote_writes.answer == "yes"
+    assert seen.async_engines.value == 3
+    assert (seen.driver_version.value, seen.cuda_driver_version.value) == ("580.00", 13000)
+    assert len(seen.pairs) == 2
+    for pair in seen.pairs:
+        facts = (pair.read, pair.write, pair.nvlink, pair.peer_access)
+        assert [fact.answer for fact in facts if fact is not None] == ["yes"] * 4
+    assert seen.process.boot_id.value == topology.BOOT_ID_PATH.read_text().strip()
+    assert str(seen.process.pid_namespace.value).startswith("pid:[")
+    assert (nvml.started, nvml.open) == (1, 0)
+
+
+def test_the_fake_is_shaped_like_the_installed_nvml() -> None:
+    for name, function in inspect.getmembers(FakeNvml, inspect.isfunction):
+        if name.startswith("nvml"):
+            real = list(inspect.signature(getattr(pynvml, name)).parameters)
+            assert len(inspect.signature(function).parameters) == len(real) + 1, name
+    for value, name in enumerate(P2P_STATUS_NAMES):
+        assert getattr(pynvml, f"NVML_P2P_STATUS_{name}") == value
+    assert pynvml.NVML_DEVICE_MIG_DISABLE == MIG_DISABLED
+
+
+@pytest.mark.parametrize("read_index", [(0,), 0], ids=["tuple", "int"])
+def test_read_status_survives_the_tuple_constant(read_index: Any) -> None:
+    gpus = machine(2)
+    nvml = FakeNvml(
+        gpus, {(0, 1, READ): pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY}, {}, {}, 0, 0, read_index
+    )
+    with pytest.raises(pynvml.NVMLError if read_index == 0 else TypeError):
+        nvml.nvmlDeviceGetP2PStatus(0, 1, read_index)  # control: the tuple itself is refused
+    seen = rank_topology(nvml, FakeCuda(gpus, [0, 1]), 0)
+    read = pair_of(seen, gpus[0], gpus[1]).read
+    assert (read.answer, read.reason) == ("no", "P2P read status is DISABLED_BY_REGKEY")
+    assert pair_of(seen, gpus[1], gpus[0]).read.answer == "yes"
+
+
+@pytest.mark.parametrize("kind", [READ, WRITE, NVLINK])
+@pytest.mark.parametrize(("status", "answer"), [(0, "yes"), (1, "no"), (5, "no"), (6, "unknown")])
+def test_pair_status_is_directed_and_by_kind(kind: int, status: int, answer: str) -> None:
+    gpus = machine(3)
+    seen = rank_topology(FakeNvml(gpus, {(0, 2, kind): status}), FakeCuda(gpus, [0, 1, 2]), 0)
+    answers = {
+        (p.source_uuid, p.target_uuid, k): fact.answer
+        for p in seen.pairs
+        for k, fact in ((READ, p.read), (WRITE, p.write), (NVLINK, p.nvlink))
+    }
+    assert answers.pop((f"GPU-{gpus[0].uuid}", f"GPU-{gpus[2].uuid}", kind)) == answer
+    assert set(answers.values()) == {"yes"}
+
+
+def test_a_status_of_the_future_is_unknown() -> None:
+    gpus = machine(2)
+    seen = rank_topology(FakeNvml(gpus, {(0, 1, WRITE): 77}), FakeCuda(gpus, [0, 1]), 0)
+    write = pair_of(seen, gpus[0], gpus[1]).write
+    assert (write.answer, write.reason) == ("unknown", "P2P write status is 77")
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [
+        ([2, 3], [None, None, 0, 1]),  # CUDA_VISIBLE_DEVICES=2,3
+        ([3, 1], [None, 1, None, 0]),  # CUDA_VISIBLE_DEVICES=3,1
+        ([1, 2, 3, 0], [3, 0, 1, 2]),  # FASTEST_FIRST, with a display card as NVML 0
+    ],
+)
+def test_devices_are_matched_by_uuid(visible: list[int], numbers: list[int | None]) -> None:
+    gpus = machine(4)
+    for ordinal, index in enumerate(visible):
+        seen = rank_topology(FakeNvml(gpus), FakeCuda(gpus, visible), ordinal)
+        assert seen.device_uuid == f"GPU-{gpus[index].uuid}"
+        assert seen.gpu is not None
+        assert (seen.gpu.nvml_index, seen.gpu.cuda_ordinal) == (index, ordinal)
+        assert [gpu.cuda_ordinal for gpu in seen.gpus] == numbers
+        assert seen.identity.source == "uuid"
+    assert visible != list(range(len(visible)))  # control: a match by index would be seen
+
+
+def test_without_a_uuid_the_pci_id_decides() -> None:
+    gpus = machine(4)
+    seen = rank_topology(FakeNvml(gpus), FakeCuda(gpus, [3, 1], hide_uuid=True), 0)
+    assert (seen.device_uuid, seen.identity.source) == (f"GPU-{gpus[3].uuid}", "pci")
+
+
+def test_uuid_and_pci_id_that_disagree_identify_nothing() -> None:
+    gpus = machine(2)
+    crossed = [replace(gpus[0], bus=gpus[1].bus), replace(gpus[1], bus=gpus[0].bus)]
+    seen = rank_topology(FakeNvml(gpus), FakeCuda(crossed, [0, 1]), 0)
+    assert seen.identity.answer == "unknown"
+    assert "UUID of one GPU and the PCI id of another" in seen.identity.reason
+
+
+def test_a_gpu_that_nvml_does_not_list_is_not_identified() -> None:
+    gpus = machine(3)
+    seen = rank_topology(FakeNvml(gpus[:2]), FakeCuda(gpus, [2]), 0)
+    assert seen.identity.answer == "unknown"
+    assert "is not among the 2 GPUs that NVML lists" in seen.identity.reason
+    assert seen.gpu is None
+
+
+def test_a_mig_slice_is_found_by_its_gpu() -> None:
+    gpus = machine(1)
+    slices = [replace(gpus[0], uuid=machine(9)[8].uuid)]
+    seen = rank_topology(FakeNvml(gpus, mig={0: 1}), FakeCuda(slices, [0]), 0)
+    assert (seen.identity.answer, seen.identity.source) == ("yes", "pci")
+    assert seen.gpu is not None
+    assert (seen.gpu.mig.answer, seen.gpu.mig.reason) == ("yes", "MIG is enabled on this GPU")
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [(pynvml.NVML_ERROR_NOT_SUPPORTED, "no"), (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, "unknown")],
+)
+def test_a_gpu_without_mig_mode_is_not_a_question_without_answer(code: int, answer: str) -> None:
+    nvml = FakeNvml(machine(1), failures={"nvmlDeviceGetMigMode": nvml_error(code)})
+    (gpu,) = probe(None, nvml=nvml, environ=NO_MPS).gpus
+    assert gpu.mig.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "NVML Shared Library Not Found"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, "Insufficient Permissions"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "version mismatch"),
+    ],
+)
+def test_nvml_that_does_not_start_is_unknown_with_the_reason(code: int, text: str) -> None:
+    gpus = machine(2)
+    nvml = FakeNvml(gpus, failures={"nvmlInit": nvml_error(code)})
+    seen = rank_topology(nvml, FakeCuda(gpus, [0, 1]), 0)
+    assert seen.nvml.answer == seen.identity.answer == "unknown"
+    assert text in seen.nvml.reason
+    assert (seen.gpus, seen.pairs, nvml.open) == ((), (), 0)
+    assert seen.device_uuid == f"GPU-{gpus[0].uuid}"  # CUDA still tells it, so sharing shows
+
+
+def test_nvml_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    seen = rank_topology(None, FakeCuda(machine(1), [0]), 0)
+    assert seen.nvml.answer == "unknown"
+    assert seen.nvml.reason.startswith("NVML not importable: ModuleNotFoundError")
+
+
+def test_another_package_by_the_name_of_pynvml() -> None:
+    seen = rank_topology(object(), FakeCuda(machine(1), [0]), 0)
+    assert seen.nvml.reason.startswith("NVML does not start: AttributeError")
+
+
+FUNCTIONS = [name for name in vars(FakeNvml) if name.startswith("nvml")]
+CODES = ["NOT_SUPPORTED", "GPU_IS_LOST", "UNKNOWN", "NO_PERMISSION"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("code", CODES)
+def test_every_call_may_fail(function: str, code: str) -> None:
+    gpus = machine(2)
+    failure = nvml_error(getattr(pynvml, f"NVML_ERROR_{code}"))
+    nvml = FakeNvml(gpus, failures={function: failure})
+    seen = rank_topology(nvml, FakeCuda(gpus, [0, 1]), 0)
+    assert nvml.started == (function != "nvmlInit")
+    assert nvml.open == (function == "nvmlShutdown")
+    assert Topology.from_json(seen.to_json()) == seen
+    if function == "nvmlDeviceGetP2PStatus":
+        for pair in seen.pairs:
+            assert {f.answer for f in (pair.read, pair.write, pair.nvlink)} == {"unknown"}
+            assert type(failure).__name__ in pair.write.reason
+
+
+def test_a_lost_gpu_does_not_hide_the_others() -> None:
+    gpus = machine(3)
+    lost = {("nvmlDeviceGetHandleByIndex", 1): nvml_error(pynvml.NVML_ERROR_GPU_IS_LOST)}
+    seen = rank_topology(FakeNvml(gpus, failures=lost), FakeCuda(gpus, [0, 2]), 1)
+    assert [gpu.nvml_index for gpu in seen.gpus] == [0, 2]
+    assert seen.notes == ("NVML device 1 cannot be read: NVMLError_GpuIsLost: GPU is lost",)
+    assert seen.device_uuid == f"GPU-{gpus[2].uuid}"
+
+
+def test_zero_devices() -> None:
+    nvml = FakeNvml([])
+    seen = rank_topology(nvml, FakeCuda([], []), 0)
+    assert (seen.nvml.answer, seen.nvml.reason) == ("no", "NVML lists no readable GPU")
+    assert (seen.identity.answer, seen.device_uuid, nvml.open) == ("unknown", None, 0)
+    assert "not among the 0 visible" in seen.identity.reason
+
+
+@pytest.mark.parametrize("call", ["device_count", "get_device_properties"])
+def test_cuda_that_cannot_be_asked(call: str) -> None:
+    gpus = machine(1)
+    cuda = FakeCuda(gpus, [0], failures={call: RuntimeError("Error 802:\n  not yet initialized")})
+    seen = rank_topology(FakeNvml(gpus), cuda, 0)
+    reason = "CUDA cannot be asked: RuntimeError: Error 802: not yet initialized"
+    assert (seen.identity.answer, seen.identity.reason) == ("unknown", reason)
+    assert seen.stream_memory_64bit.answer == "unknown"
+    assert (seen.device, len(seen.gpus)) == ("cuda:0", 1)
+
+
+def test_a_device_without_index_is_the_current_one() -> None:
+    gpus = machine(2)
+    cuda = FakeCuda(gpus, [0, 1], current=1)
+    seen = probe(torch.device("cuda"), nvml=FakeNvml(gpus), cuda=cuda, environ=NO_MPS)
+    assert (seen.device, seen.device_uuid) == ("cuda:1", f"GPU-{gpus[1].uuid}")
+
+
+def test_peer_access_is_asked_for_visible_gpus_only() -> None:
+    gpus = machine(3)
+    cuda = FakeCuda(gpus, [2, 0], refused=frozenset({(2, 0)}))
+    seen = rank_topology(FakeNvml(gpus), cuda, 0)
+    refused = Fact("no", "cuda", "CUDA refuses peer access")
+    assert pair_of(seen, gpus[2], gpus[0]).peer_access == refused
+    assert pair_of(seen, gpus[0], gpus[2]).peer_access == Fact("yes", "cuda")
+    assert pair_of(seen, gpus[0], gpus[1]).peer_access is None
+    broken = FakeCuda(gpus, [2, 0], failures={"can_device_access_peer": RuntimeError("lost")})
+    asked = pair_of(rank_topology(FakeNvml(gpus), broken, 0), gpus[2], gpus[0]).peer_access
+    assert asked is not None
+    assert (asked.answer, "RuntimeError: lost" in asked.reason) == ("unknown", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "answers"),
+    [([0, 1, 3], ("no", "yes")), ([1, 0, 3], ("yes", "no")), ([1], None), ([-1, 0, 3], None)],
+)
+def test_stream_memory_facts(values: list[int], answers: tuple[str, str] | None) -> None:
+    gpus = machine(1)
+    seen = rank_topology(FakeNvml(gpus), FakeCuda(gpus, [0]), 0, facts=lambda _: values)
+    found = (seen.stream_memory_64bit.answer, seen.flush_remote_writes.answer)
+    assert found == (answers or ("unknown", "unknown"))
+    assert (seen.async_engines.value is None) == (answers is None)
+
+
+def test_the_op_for_stream_memory_facts_gets_the_ordinal_and_may_be_missing() -> None:
+    gpus = machine(2)
+    asked: list[int] = []
+
+    def facts(ordinal: int) -> list[int]:
+        asked.append(ordinal)
+        raise AttributeError("no attribute '_cuda_device_facts'")
+
+    seen = rank_topology(FakeNvml(gpus), FakeCuda(gpus, [1, 0]), 1, facts=facts)
+    assert asked == [1]
+    assert seen.stream_memory_64bit.answer == seen.flush_remote_writes.answer == "unknown"
+    assert "_cuda_device_facts" in seen.stream_memory_64bit.reason

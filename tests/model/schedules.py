@@ -1,0 +1,162 @@
+"""Schedules that are used, or may be: in none of them may anything go wrong."""
+
+from __future__ import annotations
+
+from handshake_model import Host, Protocol, Scenario, Script
+
+ONE_QUEUE = Protocol(one_queue=True)
+ELIDED = Protocol(opens=False)
+EPOCHS = Protocol(resets="never")
+LATE_SIGNALS = Protocol(late=frozenset({"signals"}))
+
+
+def exchange(
+    host: Host, window: str, channel: str, *, tag: int = 1, opens: bool | None = None
+) -> None:
+    """Send one window, complete it, read it."""
+    host.produce(window)
+    host.send(window, channel=channel, tag=tag, opens=opens)
+    host.complete(window, channel=channel, tag=tag)
+    host.read(window)
+
+
+def one_channel(host: Host) -> None:
+    """The same exchange again and again."""
+    exchange(host, "x", "c")
+    host.end_round()
+
+
+def two_channels(host: Host) -> None:
+    """A layer, V first: Q, K, V before attention, its output behind."""
+    exchange(host, "qkv", "qkv")
+    exchange(host, "out", "out")
+    host.end_round()
+
+
+def deferred(windows: str, *, own: bool = True, same_order: bool = True) -> Script:
+    """Several copies, one close, all windows on one channel."""
+
+    def script(host: Host) -> None:
+        for window in windows if same_order or host.rank == 0 else windows[::-1]:
+            host.produce(window)
+            host.send(window, channel="qkv", own=own)
+        if not own:
+            host.store_own(*windows)
+        host.complete(*windows, channel="qkv", own=own)
+        host.read(*windows)
+        host.end_round()
+
+    return script
+
+
+def two_channels_one_completion(host: Host) -> None:
+    """Each window has the channel of its own name, as by default; one call completes both."""
+    for window in "vk":
+        host.produce(window)
+        host.send(window, channel=window)
+    host.complete(*"vk", channel="v+k")
+    host.read(*"vk")
+    host.end_round()
+
+
+def peers_first(*windows: str, signal_after: bool = False) -> Script:
+    """Peers' parts first, own last; the output is signalled while own rows still read Q, K, V."""
+
+    def script(host: Host) -> None:
+        for window in windows:
+            host.produce(window)
+            host.send(window, channel="qkv", own=False)
+        host.store_own(*windows)
+        host.complete(*windows, channel="qkv", own=False)
+        host.read(*windows)
+        host.produce("out")
+        host.send("out", channel="out", own=False)
+        host.read(*windows)
+        host.store_own("out")
+        host.complete("out", channel="out", own=False, signal_after=signal_after)
+        host.read("out")
+        host.end_round()
+
+    return script
+
+
+def two_graphs(*, joined: bool = True) -> Script:
+    """Two graphs of one channel in turn; they move different windows, so their tags differ."""
+
+    def script(host: Host) -> None:
+        for graph, window, tag in (("g1", "x", 1), ("g2", "y", 2)):
+            with host.replay(graph, joined=joined):
+                exchange(host, window, "c", tag=tag)
+        if joined:
+            host.end_round()
+
+    return script
+
+
+def eager_and_graph(*, joined: bool = True) -> Script:
+    """An eager exchange, then a replay, on the same channel and window."""
+
+    def script(host: Host) -> None:
+        exchange(host, "x", "c")
+        host.end_round()
+        with host.replay("graph", joined=joined):
+            exchange(host, "x", "c")
+            host.end_round()
+
+    return script
+
+
+def zeroed(*, barrier: bool) -> Script:
+    """Each rank zeroes the words that are left over, and starts."""
+
+    def prologue(host: Host) -> None:
+        host.zero("c")
+        if barrier:
+            host.barrier()
+
+    return prologue
+
+
+def rising_epochs(host: Host) -> None:
+    """Eager rounds with epochs 1, 2, 3, 1, ...: ranks are too near each other to mistake one."""
+    for epoch in (1, 2, 3):
+        exchange(host, "x", "c", tag=epoch)
+        host.end_round()
+
+
+SAFE = (
+    Scenario("one channel", 2, one_channel),
+    Scenario("one channel", 3, one_channel),
+    Scenario("two channels with opens", 2, two_channels),
+    Scenario("two channels with opens", 3, two_channels),
+    Scenario("three deferred copies, one close", 2, deferred("vkq")),
+    Scenario("two deferred copies, own parts in place", 3, deferred("vk", own=False)),
+    Scenario("one close, ranks send in different order", 2, deferred("vk", same_order=False)),
+    Scenario("two channels, one completion", 2, two_channels_one_completion),
+    Scenario("peers first with opens", 2, peers_first(*"vkq")),
+    Scenario("peers first with opens", 3, peers_first("qkv")),
+    Scenario("one hardware queue: two channels", 3, two_channels, ONE_QUEUE),
+    Scenario("one hardware queue: three deferred copies", 3, deferred("vkq"), ONE_QUEUE),
+    Scenario("one hardware queue: peers first", 3, peers_first(*"vkq"), ONE_QUEUE),
+    Scenario("V first, opens elided", 2, two_channels, ELIDED),
+    Scenario("V first, opens elided", 3, two_channels, ELIDED),
+    Scenario(
+        "peers first, opens elided, signal delayed",
+        2,
+        peers_first("qkv", signal_after=True),
+        ELIDED,
+    ),
+    Scenario("two graphs serialised", 2, two_graphs()),
+    Scenario("eager calls and replays joined both ways", 2, eager_and_graph()),
+    Scenario("eager calls and replays joined both ways", 3, eager_and_graph()),
+    Scenario("signals arrive late", 2, two_channels, LATE_SIGNALS),
+    Scenario("signals arrive late, own part in place", 3, deferred("x", own=False), LATE_SIGNALS),
+    Scenario(
+        "words zeroed before a barrier",
+        2,
+        one_channel,
+        prologue=zeroed(barrier=True),
+        leftover=("full.c@0[1]",),
+    ),
+    Scenario("rising epochs with opens, eager only", 2, rising_epochs, EPOCHS),
+)

@@ -1,0 +1,33 @@
+"""Compiled, graph-safe operators for Ulysses sequence parallelism."""
+
+from ulysses_ops._native import NATIVE
+from ulysses_ops.attention import (
+    AttentionWindows,
+    reserve_attention,
+    sdpa,
+    ulysses_attention,
+)
+from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
+from ulysses_ops.ops import Exchange, gather, scatter
+from ulysses_ops.windows import Window, WindowSpec, reserve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NATIVE",
+    "AgreementError",
+    "AttentionWindows",
+    "Exchange",
+    "TopologyError",
+    "UlyssesCommunicator",
+    "UlyssesError",
+    "Window",
+    "WindowSpec",
+    "gather",
+    "reserve",
+    "reserve_attention",
+    "scatter",
+    "sdpa",
+    "ulysses_attention",
+]

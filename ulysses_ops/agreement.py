@@ -1,0 +1,202 @@
+"""Meetings of the ranks of a group: every rank reads every record, within a time limit.
+
+Records are JSON and travel through the store that the process group was made with. Nothing of the
+process group itself is used, so a meeting can fail without leaving a collective half done. Every
+rank sees the same records, so pure functions of them give every rank the same verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup, Store
+
+from .errors import AgreementError
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+POLL_S = 0.002
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """The store that ``group`` was made with."""
+    # Public API has no way to it; torch's symmetric memory takes the same one.
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._get_process_group_store(group)
+    return store
+
+
+def _missing(topic: str, rank: int, timeout_s: float, missing: list[int]) -> AgreementError:
+    return AgreementError(
+        f"{topic}: rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come; "
+        f"every rank must make the same calls in the same order"
+    )
+
+
+def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
+    """Meet for the first time under ``name`` and return a session name that was never used before.
+
+    A store can outlive process groups and hold records of earlier meetings. So every rank posts a
+    fresh random number and waits until every peer has repeated it: what repeats it cannot be old.
+
+    Raises:
+        AgreementError: a rank did not come within ``timeout_s``.
+    """
+    keys = [f"{name}/hello/{peer}" for peer in range(world_size)]
+    nonces = {rank: secrets.token_hex(8)}
+    deadline = time.monotonic() + timeout_s
+    store.set(keys[rank], json.dumps(nonces))
+    while True:
+        answered = {rank}
+        seen = dict(nonces)
+        for peer, key in enumerate(keys):
+            if peer != rank and store.check([key]):
+                greeting = json.loads(store.get(key))
+                seen[peer] = greeting[str(peer)]
+                if greeting.get(str(rank)) == nonces[rank]:
+                    answered.add(peer)
+        if seen != nonces:
+            nonces = seen
+            store.set(keys[rank], json.dumps(nonces))
+        elif len(answered) == world_size:
+            return f"{name}/{'-'.join(nonces[peer] for peer in range(world_size))}"
+        if time.monotonic() > deadline:
+            missing = [peer for peer in range(world_size) if peer not in answered]
+            raise _missing(f"construction of '{name}'", rank, timeout_s, missing)
+        time.sleep(POLL_S)
+
+
+class Agreement:
+    """Numbered meetings of one communicator; the numbers advance alike on every rank."""
+
+    def __init__(
+        self, store: Store, session: str, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Prepare meetings of the ranks that joined ``session``.
+
+        Args:
+            store: A store that all ranks reach.
+            session: What :func:`join` returned; prefix of all keys.
+            rank: This rank.
+            world_size: Number of ranks.
+            timeout_s: How long a meeting waits for the slowest rank, in seconds.
+        """
+        self._store = store
+        self._session = session
+        self._rank = rank
+        self._world_size = world_size
+        self.timeout_s = timeout_s
+        self._meeting = 0
+
+    def exchange(self, topic: str, record: Record) -> list[Record]:
+        """Give this rank's record and return those of all ranks, by rank.
+
+        Collective, and bounded: a rank that does not come makes the others raise.
+
+        Args:
+            topic: What is being agreed on; for the error message.
+            record: Anything that JSON can hold.
+
+        Raises:
+            AgreementError: a rank did not come within ``timeout_s``.
+        """
+        meeting = self._meeting
+        self._meeting += 1
+        if self._world_size == 1:
+            return [json.loads(json.dumps(record))]
+        keys = [self._key(meeting, rank) for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise _missing(topic, self._rank, self.timeout_s, missing) from error
+        entries = [json.loads(self._store.get(key)) for key in keys]
+        self._forget(meeting - 1)
+        topics = [entry["topic"] for entry in entries]
+        if len(set(topics)) != 1:
+            message = (
+                f"{topic}: the ranks are at different calls, by rank {topics}; every rank must make "
+                f"the same calls in the same order"
+            )
+            raise AgreementError(message)
+        return [entry["record"] for entry in entries]
+
+    def attempt(self, topic: str, step: Callable[[], T]) -> tuple[T | None, list[str]]:
+        """Try a local step on every rank and learn how it went everywhere.
+
+        Returns:
+            The step's value (``None`` where it failed), and the failures of all ranks as sentences,
+            the same list on every rank.
+        """
+        value: T | None = None
+        failure = ""
+        try:
+            value = step()
+        except Exception as error:  # a failure becomes a record: no rank may stay away
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        records = self.exchange(topic, {"failure": failure})
+        failures = [
+            f"rank {rank}: {record['failure']}"
+            for rank, record in enumerate(records)
+            if record["failure"]
+        ]
+        return value, failures
+
+    def leave(self, topic: str, *, owner: int) -> None:
+        """Say, without waiting, that this rank is done with something that ``owner`` keeps for it."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone cannot be told any more
+            self._store.set(self._left_key(topic, owner, self._rank), "1")
+
+    def all_left(self, topic: str) -> bool:
+        """Whether every peer said so of something that this rank keeps; ``False`` if unknown."""
+        peers = (peer for peer in range(self._world_size) if peer != self._rank)
+        try:
+            return bool(
+                self._store.check([self._left_key(topic, self._rank, peer) for peer in peers])
+            )
+        except RuntimeError:
+            return False
+
+    def _left_key(self, topic: str, owner: int, leaver: int) -> str:
+        return f"{self._session}/left/{topic}/{owner}/{leaver}"
+
+    def _key(self, meeting: int, rank: int) -> str:
+        return f"{self._session}/{meeting}/{rank}"
+
+    def _forget(self, meeting: int) -> None:
+        """Delete this rank's record of a meeting that all ranks have left.
+
+        A rank comes to a meeting only after it has read the one before.
+        """
+        if meeting >= 0:
+            self._store.delete_key(self._key(meeting, self._rank))
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks gave different records where they must be equal."""
+
+    values: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The records by rank, those that are equal said once."""
+        by_value: dict[str, list[int]] = {}
+        for rank, value in enumerate(self.values):
+            by_value.setdefault(value, []).append(rank)
+        return "; ".join(f"ranks {ranks}: {value}" for value, ranks in by_value.items())
+
+
+def find_disagreement(records: Sequence[Record]) -> Disagreement | None:
+    """``None`` when all records are equal."""
+    values = tuple(json.dumps(record, sort_keys=True) for record in records)
+    return None if len(set(values)) == 1 else Disagreement(values)

@@ -1,0 +1,171 @@
+"""Transports ``nccl``, ``gloo`` and ``local``: pack, all-to-all of bytes, unpack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .communicator import UlyssesCommunicator
+from .errors import UlyssesError
+from .plan import Layout
+from .windows import Window
+
+RESOURCE = "collective"
+
+
+@dataclass
+class _Sent:
+    """What was given for one window since its last completion."""
+
+    window: Window
+    whole: Tensor | None = None
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+    def sources(self) -> list[Tensor]:
+        return [*([] if self.whole is None else [self.whole]), *self.parts.values()]
+
+
+class CollectiveRounds:
+    """Deferred sends of one communicator; the exchange itself happens at ``complete``."""
+
+    def __init__(self) -> None:
+        """Start with nothing in flight."""
+        self._sent: dict[int, _Sent] = {}
+
+    @staticmethod
+    def of(comm: UlyssesCommunicator) -> CollectiveRounds:
+        """The rounds of this communicator."""
+        return comm.attach(RESOURCE, CollectiveRounds)
+
+    def pending(self) -> str:
+        """Channels with an exchange in flight."""
+        channels = (sent.window.channel for sent in self._sent.values())
+        return ", ".join(dict.fromkeys(channels))
+
+    def close(self) -> None:
+        """Forget what was never completed."""
+        self._sent.clear()
+
+    def send(self, op: str, x: Tensor, window: Window, peer: int | None) -> None:
+        """Note a tensor, or the part for one rank, to be sent.
+
+        Raises:
+            UlyssesError: the window already holds something for that rank.
+        """
+        sent = self._sent.setdefault(window.tensor.data_ptr(), _Sent(window))
+        if sent.whole is not None or (sent.parts and peer is None) or peer in sent.parts:
+            message = (
+                f"{op}: window '{window.spec.name}' of channel "
+                f"'{window.channel}' already has an exchange in flight for "
+                f"rank {'all' if sent.whole is not None or peer is None else peer}; call complete "
+                f"before sending into it again"
+            )
+            raise UlyssesError(message)
+        if peer is None:
+            sent.whole = x
+        else:
+            sent.parts[peer] = x
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            window.is_captured = True
+
+    def complete(
+        self, comm: UlyssesCommunicator, windows: list[Window], sources: list[Tensor]
+    ) -> None:
+        """Exchange the windows of whole channels.
+
+        Raises:
+            UlyssesError: windows and sources are not exactly those in flight.
+        """
+        rounds = self._checked(comm, windows, sources)
+        for sent in rounds:
+            del self._sent[sent.window.tensor.data_ptr()]
+        for sent in rounds:
+            chunks = (
+                _cut(sent.whole, sent.window.layout)
+                if sent.whole is not None
+                # An own part that is missing was written into the window by its producer.
+                else [sent.parts.get(peer, sent.window.own_view) for peer in range(comm.world_size)]
+            )
+            _exchange(comm, sent.window.layout, chunks, sent.window.tensor)
+
+    def _checked(
+        self, comm: UlyssesCommunicator, windows: list[Window], sources: list[Tensor]
+    ) -> list[_Sent]:
+        rounds = []
+        for window in windows:
+            sent = self._sent.get(window.tensor.data_ptr())
+            if sent is None:
+                message = f"complete: window '{window.spec.name}' has nothing in flight; send into it first"
+                raise UlyssesError(message)
+            missing = [
+                peer
+                for peer in range(comm.world_size)
+                if sent.whole is None and peer != comm.rank and peer not in sent.parts
+            ]
+            if missing:
+                message = (
+                    f"complete: window '{window.spec.name}' was sent nothing for ranks {missing}; send "
+                    f"every peer its part first"
+                )
+                raise UlyssesError(message)
+            rounds.append(sent)
+        channels = {window.channel for window in windows}
+        for sent in self._sent.values():
+            name = sent.window.channel
+            if name in channels and sent not in rounds:
+                message = (
+                    f"complete: channel '{name}' also has window '{sent.window.spec.name}' in flight; "
+                    f"complete all windows of a channel in one call"
+                )
+                raise UlyssesError(message)
+        expected = sorted(tensor.data_ptr() for sent in rounds for tensor in sent.sources())
+        if sorted(tensor.data_ptr() for tensor in sources) != expected:
+            message = (
+                f"complete: the {len(sources)} sources are not the {len(expected)} tensors that were "
+                f"sent; pass to complete the very tensors given to the sends"
+            )
+            raise UlyssesError(message)
+        return rounds
+
+
+def exchange(comm: UlyssesCommunicator, layout: Layout, x: Tensor) -> Tensor:
+    """Send ``x`` and return what is received, a fresh contiguous tensor. Collective."""
+    out = torch.empty(layout.window_shape(comm.rank), dtype=x.dtype, device=x.device)
+    _exchange(comm, layout, _cut(x, layout), out)
+    return out
+
+
+def _cut(x: Tensor, layout: Layout) -> list[Tensor]:
+    """One view a receiver."""
+    if layout.direction == "scatter":
+        return list(x.split(list(layout.head_splits), dim=2))
+    return list(x.split(list(layout.seq_splits), dim=1))
+
+
+def _exchange(comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], out: Tensor) -> None:
+    """Trade ``chunks`` (one a receiver) and write what arrives into ``out``."""
+    scatter = layout.direction == "scatter"
+    dim, splits = (1, layout.seq_splits) if scatter else (2, layout.head_splits)
+    views = list(out.split(list(splits), dim=dim))
+    if comm.group is None or comm.world_size == 1:
+        if chunks[0].data_ptr() != views[0].data_ptr():
+            views[0].copy_(chunks[0])
+        return
+    packed = torch.cat([_bytes(chunk) for chunk in chunks])
+    received = torch.empty(
+        sum(view.numel() for view in views) * out.element_size(),
+        dtype=torch.uint8,
+        device=out.device,
+    )
+    sizes = [view.numel() * out.element_size() for view in views]
+    sent_sizes = [chunk.numel() * chunk.element_size() for chunk in chunks]
+    dist.all_to_all_single(received, packed, sizes, sent_sizes, group=comm.group)
+    for view, piece in zip(views, received.split(sizes), strict=True):
+        view.copy_(piece.view(out.dtype).view(view.shape))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)

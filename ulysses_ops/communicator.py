@@ -1,0 +1,335 @@
+"""``UlyssesCommunicator``: the ranks, their agreed transport, and what is to be closed with them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .agreement import Agreement, find_disagreement, group_store, join
+from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
+from .eligibility import Decision, Request, decide
+from .errors import TopologyError, UlyssesError
+from .mapping import MAPPING_KINDS, MappingKind
+from .topology import Topology, probe
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class Resource(Protocol):
+    """Something that lives as long as a communicator."""
+
+    def close(self) -> None:
+        """Give up what is held. Local; called when nothing is in flight."""
+
+
+R = TypeVar("R", bound=Resource)
+
+
+class _State:
+    """What :meth:`UlyssesCommunicator.close` gives up; apart, so that a finaliser can hold it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.copy_engine: CopyEngineGroup | None = None
+        self.resources: dict[str, Any] = {}
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self.copy_engine is not None:
+            self.copy_engine.settle(CLOSE_TIMEOUT_S)
+        for resource in reversed(list(self.resources.values())):
+            resource.close()
+        self.resources.clear()
+        if self.copy_engine is not None:
+            self.copy_engine.close()
+
+
+# Names in operator schemas -> communicators. Weak: a name keeps nothing alive.
+_BY_NAME: weakref.WeakValueDictionary[str, UlyssesCommunicator] = weakref.WeakValueDictionary()
+
+
+class UlyssesCommunicator:
+    """Ranks that trade sequence shards for head shards, and the transport that they agreed on.
+
+    Collective: every rank of the group constructs it with the same arguments, ``device`` excepted.
+    It holds state only; the exchanges are in :mod:`ulysses_ops.ops`.
+
+    Attributes:
+        name: Name in the operator schemas (``group_name``).
+        rank: This rank in the group.
+        world_size: Number of ranks.
+        device: This rank's device.
+        group: The process group; ``None`` when torch.distributed is not initialised.
+        transport: ``"ce"``, ``"nccl"``, ``"gloo"``, or ``"local"`` for one rank.
+        mapping: Provider of mapped memory with ``ce``, else ``None``.
+        reasons: Why this transport, alike on every rank.
+        token: Tensor that the deferred operators mutate, so that compilers keep their order.
+        timeout_s: How long a meeting of the ranks waits for the slowest, in seconds.
+        max_windows: Windows that are cached at most.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        transport: str | None = None,
+        mapping: MappingKind | None = None,
+        signal: SignalKind | None = None,
+        name: str | None = None,
+        max_windows: int = 12,
+        timeout_s: float = 60.0,
+        allow_shared_devices: bool = False,
+    ) -> None:
+        """Meet the other ranks and agree on a transport.
+
+        Args:
+            group: The ranks; the default group when left out, one rank when there is none.
+            device: This rank's device; the current CUDA device, or the CPU where there is none.
+            transport: ``"ce"``, ``"nccl"`` or ``"gloo"`` to insist; chosen by the topology if ``None``.
+            mapping: ``"symm_mem"`` or ``"ipc"`` to insist; the first that works if ``None``.
+            signal: ``"write_value"`` or ``"memcpy"`` to insist; the first that works if ``None``.
+            name: Name in the operator schemas; that of the group when left out. A second
+                communicator over the same ranks needs a name of its own.
+            max_windows: Windows that are cached at most.
+            timeout_s: How long a meeting of the ranks waits for the slowest, in seconds.
+            allow_shared_devices: Let several ranks use one GPU. For tests: correct, never fast.
+
+        Raises:
+            ValueError: an argument is wrong or differs between ranks; the same text on every rank.
+            TopologyError: what was insisted on is not eligible; the same text on every rank.
+            AgreementError: a rank did not come within ``timeout_s``.
+        """
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not None and group.rank() < 0:
+            message = "UlyssesCommunicator: this process is not a rank of the group given to it"
+            raise ValueError(message)
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        self.name = name or ("ulysses" if group is None else group.group_name)
+        self.timeout_s = timeout_s
+        self.max_windows = max_windows
+        self.mapping: MappingKind | None = None
+        self._state = _State()
+        self.agreement = self._join()
+
+        wanted = {
+            "transport": transport,
+            "mapping": mapping,
+            "signal": signal,
+            "max_windows": max_windows,
+            "allow_shared_devices": allow_shared_devices,
+        }
+        self.device, topologies = self._meet(wanted, device)
+        request = Request(transport, _backends(group, self.device), allow_shared_devices)
+        decision = decide(topologies, request)
+        if decision.transport == "ce":
+            decision = self._establish_copy_engine(decision, topologies, request, mapping, signal)
+        if decision.transport is None:
+            raise TopologyError(f"UlyssesCommunicator: {'; '.join(decision.reasons)}")
+        for text in decision.warnings:
+            warnings.warn(f"UlyssesCommunicator: {text}", RuntimeWarning, stacklevel=2)
+        self.transport: str = decision.transport
+        self.reasons = decision.reasons
+        self.token = torch.zeros(1, dtype=torch.int32, device=self.device)
+        _BY_NAME[self.name] = self
+        weakref.finalize(self, self._state.close)
+
+    def _join(self) -> Agreement:
+        if self.group is None:
+            return Agreement(dist.HashStore(), self.name, 0, 1, self.timeout_s)
+        store = group_store(self.group)
+        key = f"ulysses/{self.group.group_name}/{self.name}"
+        session = join(store, key, self.rank, self.world_size, self.timeout_s)
+        return Agreement(store, session, self.rank, self.world_size, self.timeout_s)
+
+    def _meet(
+        self, wanted: dict[str, Any], device: torch.device | str | None
+    ) -> tuple[torch.device, list[Topology]]:
+        """Exchange arguments and topologies; raise alike on every rank when arguments are wrong."""
+
+        def look() -> tuple[torch.device, Topology]:
+            _check_arguments(wanted)
+            existing = _BY_NAME.get(self.name)
+            if existing is not None and not existing.closed and existing._is_current():
+                message = f"a communicator named '{self.name}' is open already; close it or give another name"
+                raise ValueError(message)
+            chosen = _resolve_device(device)
+            return chosen, probe(chosen)
+
+        seen, failures = self.agreement.attempt("UlyssesCommunicator", look)
+        if failures:
+            message = f"UlyssesCommunicator: {'; '.join(failures)}"
+            raise ValueError(message)
+        assert seen is not None
+        stale = _BY_NAME.get(self.name)
+        if stale is not None:
+            stale.close()
+        chosen, topology = seen
+        records = self.agreement.exchange(
+            "UlyssesCommunicator", {"wanted": wanted, "topology": topology.to_json()}
+        )
+        differing = find_disagreement([record["wanted"] for record in records])
+        if differing is not None:
+            message = f"UlyssesCommunicator: arguments differ between ranks: {differing.describe()}"
+            raise ValueError(message)
+        return chosen, [Topology.from_json(record["topology"]) for record in records]
+
+    def _establish_copy_engine(
+        self,
+        decision: Decision,
+        topologies: list[Topology],
+        request: Request,
+        mapping: MappingKind | None,
+        signal: SignalKind | None,
+    ) -> Decision:
+        """Map memory with the first provider that works; agree on another transport if none does."""
+        assert self.group is not None
+        causes = []
+        for kind in MAPPING_KINDS if mapping is None else (mapping,):
+            try:
+                self._state.copy_engine = CopyEngineGroup.establish(
+                    kind, signal, group=self.group, device=self.device, agreement=self.agreement
+                )
+            except UlyssesError as error:
+                causes.append(str(error))
+                continue
+            self.mapping = kind
+            return decision
+        if request.transport == "ce":
+            return Decision(None, tuple(causes))
+        fallback = "nccl" if "nccl" in request.backends else "gloo"
+        without = Request(fallback, request.backends, request.allow_shared_devices)
+        second = decide(topologies, without)
+        return Decision(second.transport, (*causes, *second.reasons), second.warnings)
+
+    def _is_current(self) -> bool:
+        """Whether the group that this was made with still exists under its name."""
+        if self.group is None:
+            return not dist.is_initialized()
+        from torch.distributed import distributed_c10d
+
+        try:
+            current = distributed_c10d._resolve_process_group(self.group.group_name)
+        except (RuntimeError, ValueError, KeyError):
+            return False
+        return bool(current is self.group)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._state.closed
+
+    @property
+    def copy_engine(self) -> CopyEngineGroup | None:
+        """The device side of transport ``ce``."""
+        return self._state.copy_engine
+
+    @property
+    def signal(self) -> SignalKind | None:
+        """Kind of signal in use with ``ce``."""
+        return None if self.copy_engine is None else self.copy_engine.signal
+
+    def attach(self, key: str, make: Callable[[], R]) -> R:
+        """Return the resource kept under ``key``, made at first use; closed with the communicator."""
+        found: R | None = self._state.resources.get(key)
+        if found is None:
+            found = self._state.resources[key] = make()
+        return found
+
+    def detach(self, key: str) -> None:
+        """Forget a resource that was closed by itself."""
+        self._state.resources.pop(key, None)
+
+    def close(self) -> None:
+        """Give up windows, words and mappings. Local, idempotent, and bounded.
+
+        Waits out what is in flight. If a peer does not answer within 10 s, windows are filled with
+        NaN and the waits released, with a ``RuntimeWarning``.
+        """
+        self._state.close()
+
+    def __enter__(self) -> UlyssesCommunicator:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Name, place and transport."""
+        return (
+            f"UlyssesCommunicator(name={self.name!r}, rank={self.rank}, "
+            f"world_size={self.world_size}, device={str(self.device)!r}, "
+            f"transport={self.transport!r})"
+        )
+
+
+def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicator:
+    """The open communicator that an operator's ``group_name`` means.
+
+    Raises:
+        ValueError: there is none, or it has another number of ranks.
+    """
+    found = _BY_NAME.get(name)
+    if found is None or found.closed:
+        message = f"{op}: no open communicator is named {name!r}; construct a UlyssesCommunicator"
+        raise ValueError(message)
+    if found.world_size != world_size:
+        message = (
+            f"{op}: world_size={world_size}, but communicator {name!r} has {found.world_size} ranks; "
+            f"pass comm.world_size"
+        )
+        raise ValueError(message)
+    return found
+
+
+def _check_arguments(wanted: dict[str, Any]) -> None:
+    choices: dict[str, tuple[str, ...]] = {
+        "transport": ("ce", "nccl", "gloo"),
+        "mapping": MAPPING_KINDS,
+        "signal": SIGNAL_KINDS,
+    }
+    for argument, allowed in choices.items():
+        value = wanted[argument]
+        if value is not None and value not in allowed:
+            message = f"{argument}={value!r} must be one of {allowed} or None"
+            raise ValueError(message)
+    if wanted["max_windows"] < 1:
+        message = f"max_windows={wanted['max_windows']} must be at least 1"
+        raise ValueError(message)
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _backends(group: ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
+    """What the process group can move tensors of this device with."""
+    if group is None:
+        return ()
+    config = dist.get_backend_config(group)
+    pairs = (entry.split(":") for entry in config.split(","))
+    return tuple(backend for kind, backend in pairs if kind == device.type)

@@ -1,0 +1,216 @@
+"""The device side of transport ``ce``: the only module that calls the private ``_ce_*`` operators."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .agreement import Agreement
+from .errors import UlyssesError
+from .mapping import MappingKind, SharedMemory, allocate
+from .plan import EVERY_RANK, Layout
+
+SignalKind = Literal["write_value", "memcpy"]
+SIGNAL_KINDS: tuple[SignalKind, ...] = (
+    "write_value",
+    "memcpy",
+)  # numbered as in csrc/cuda/handshake.h
+
+POLL_S = 0.0005
+PROBE_VALUE = 0x51A7
+
+
+class CopyEngineGroup:
+    """Signal words and windows of one communicator, as the compiled library knows them."""
+
+    def __init__(self, number: int, words: SharedMemory, rank: int, world_size: int) -> None:
+        """Wrap a group that the library made; :meth:`establish` is the way to get one."""
+        self.number = number
+        self.signal: SignalKind = SIGNAL_KINDS[0]
+        self._words = words
+        self._rank = rank
+        self._world_size = world_size
+        self._closed = False
+
+    @classmethod
+    def establish(
+        cls,
+        mapping: MappingKind,
+        signal: SignalKind | None,
+        *,
+        group: ProcessGroup,
+        device: torch.device,
+        agreement: Agreement,
+    ) -> CopyEngineGroup:
+        """Map the signal words of all ranks and find a kind of signal that reaches every peer.
+
+        Collective.
+
+        Args:
+            mapping: Provider of the memory.
+            signal: The kind to use; the first that works when left out.
+            group: The ranks.
+            device: This rank's GPU.
+            agreement: Meetings of the ranks.
+
+        Raises:
+            UlyssesError: mapping failed, or no kind of signal arrives; alike on every rank.
+        """
+        rank, world_size = group.rank(), group.size()
+        num_bytes: int = torch.ops.ulysses._ce_words_bytes(world_size)
+        words = allocate(mapping, num_bytes, group=group, device=device, agreement=agreement)
+        number, failures = agreement.attempt(
+            "group",
+            lambda: torch.ops.ulysses._ce_create_group(
+                rank, world_size, device.index, list(words.pointers), 0
+            ),
+        )
+        if failures:
+            words.release()
+            message = f"{mapping}: the group cannot be made on {'; '.join(failures)}"
+            raise UlyssesError(message)
+        result = cls(int(number or 0), words, rank, world_size)
+        try:
+            result._choose_signal(SIGNAL_KINDS if signal is None else (signal,), agreement)
+        except UlyssesError:
+            result.close()
+            raise
+        return result
+
+    def _choose_signal(self, kinds: tuple[SignalKind, ...], agreement: Agreement) -> None:
+        causes = []
+        for kind in kinds:
+            value = PROBE_VALUE + SIGNAL_KINDS.index(kind)
+            _, failures = agreement.attempt("signal", lambda: self._announce(kind, value))  # noqa: B023
+            missing = self._missing_signals(value)
+            for receiver, record in enumerate(agreement.exchange("signals", {"missing": missing})):
+                failures += [f"rank {sender} to rank {receiver}" for sender in record["missing"]]
+            if not failures:
+                self.signal = kind
+                return
+            causes.append(f"{kind} ({'; '.join(failures)})")
+        message = f"signals do not arrive: {', '.join(causes)}"
+        raise UlyssesError(message)
+
+    def _announce(self, kind: SignalKind, value: int) -> None:
+        torch.ops.ulysses._ce_set_signal(self.number, SIGNAL_KINDS.index(kind))
+        torch.ops.ulysses._ce_announce_probe(self.number, value)
+        torch.ops.ulysses._ce_read_probe(self.number, self._world_size)  # issued and done
+
+    def _missing_signals(self, value: int) -> list[int]:
+        words = torch.ops.ulysses._ce_read_probe(self.number, self._world_size)
+        return [
+            peer for peer, word in enumerate(words) if peer != self._rank and int(word) != value
+        ]
+
+    def add_window(
+        self, name: str, channel: str, tag: int, layout: Layout, itemsize: int, memory: SharedMemory
+    ) -> None:
+        """Make a window known; ranks do so in the same order."""
+        torch.ops.ulysses._ce_add_window(
+            self.number,
+            name,
+            channel,
+            tag,
+            layout.direction == "gather",
+            layout.batch,
+            layout.head_dim,
+            itemsize,
+            list(layout.seq_splits),
+            list(layout.head_splits),
+            list(memory.pointers),
+        )
+
+    def remove_window(self, memory: SharedMemory) -> None:
+        """Forget a window; refused while its channel has an exchange in flight."""
+        torch.ops.ulysses._ce_remove_window(self.number, memory.pointers[self._rank])
+
+    def send(self, x: Tensor, window: Tensor, peer: int | None) -> None:
+        """Begin sending ``x``; see ``ulysses::scatter_into``."""
+        torch.ops.ulysses._ce_send.default(
+            x, window, self.number, EVERY_RANK if peer is None else peer
+        )
+
+    def complete(self, windows: list[Tensor], sources: list[Tensor]) -> None:
+        """Complete what was sent; see ``ulysses::complete``."""
+        torch.ops.ulysses._ce_complete.default(windows, sources, self.number)
+
+    def pending(self) -> str:
+        """Channels with an exchange in flight in the capture of the current stream, or outside."""
+        names: str = torch.ops.ulysses._ce_pending(self.number)
+        return names
+
+    def current_capture(self) -> int:
+        """Id of the capture that the current stream takes part in; 0 outside."""
+        return int(torch.ops.ulysses._ce_current_capture(self.number))
+
+    def pinned(self) -> list[int]:
+        """Addresses of the windows that captured graphs use."""
+        pointers: list[int] = torch.ops.ulysses._ce_pinned(self.number)
+        return pointers
+
+    def forget_capture(self, capture: int) -> None:
+        """The graph of this capture is gone: it pins no window any more."""
+        if not self._closed:
+            torch.ops.ulysses._ce_forget_capture(self.number, capture)
+
+    def abandon_captures(self) -> None:
+        """Forget what captures that were given up had in flight."""
+        torch.ops.ulysses._ce_abandon_captures(self.number)
+
+    def before_replay(self) -> None:
+        """Order the current stream behind the copy chain and all readers of windows."""
+        torch.ops.ulysses._ce_before_replay(self.number)
+
+    def after_replay(self) -> None:
+        """Order the copy chain behind the current stream, which may also read windows now."""
+        torch.ops.ulysses._ce_after_replay(self.number)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait on the host until the copy chain is idle; ``False`` when the time is up."""
+        return _poll(lambda: bool(torch.ops.ulysses._ce_is_idle(self.number)), timeout_s)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait out what is in flight, or end it: local, and bounded.
+
+        When a peer does not answer within ``timeout_s``, every window is filled with NaN bytes and
+        the waits are released, so that nothing hangs and no half-filled result looks like a good one.
+        """
+        if self.wait_idle(timeout_s):
+            return
+        torch.ops.ulysses._ce_poison_windows(self.number)
+
+        def release() -> bool:
+            torch.ops.ulysses._ce_release_waits(self.number)
+            return bool(torch.ops.ulysses._ce_is_idle(self.number))
+
+        released = _poll(release, timeout_s)
+        outcome = "were released" if released else "could not be released"
+        warnings.warn(
+            f"ulysses: peers did not answer within {timeout_s:g} s; pending waits {outcome} and "
+            f"windows hold NaN: results that were not synchronised before are invalid",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        """Forget the group and give up its words. Local; call it when nothing is in flight."""
+        if not self._closed:
+            self._closed = True
+            torch.ops.ulysses._ce_destroy_group(self.number)
+            self._words.release()
+
+
+def _poll(done: Callable[[], Any], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

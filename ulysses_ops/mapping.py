@@ -1,0 +1,179 @@
+"""Memory that every rank of a group can write: the only module that names its two providers.
+
+``symm_mem`` is PyTorch's symmetric memory (alpha by its own word, so every use of it is here).
+``ipc`` is CUDA IPC on memory that this package allocates itself: never a block of the caching
+allocator, whose handle would expose its neighbours and fails with expandable segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .agreement import Agreement
+from .errors import UlyssesError
+
+MappingKind = Literal["symm_mem", "ipc"]
+MAPPING_KINDS: tuple[MappingKind, ...] = ("symm_mem", "ipc")
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """One allocation that all ranks of the group have mapped.
+
+    Attributes:
+        tensor: This rank's memory, ``uint8``; keeps the allocation alive.
+        pointers: Address of every rank's memory as mapped here, by rank.
+        release: Gives up what was opened and allocated. Local; call it when nothing is in flight.
+    """
+
+    tensor: Tensor
+    pointers: tuple[int, ...]
+    release: Callable[[], None]
+
+
+class _DeviceBytes:
+    """Raw device memory, described so that torch can wrap it without a copy."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def allocate(
+    kind: MappingKind,
+    num_bytes: int,
+    *,
+    group: ProcessGroup,
+    device: torch.device,
+    agreement: Agreement,
+) -> SharedMemory:
+    """Allocate zeroed memory of the same size on every rank and map all of it everywhere.
+
+    Collective; all ranks give the same ``kind`` and ``num_bytes``.
+
+    Raises:
+        UlyssesError: some rank could not allocate, export or open; the same text on every rank.
+            What had been made is given back.
+    """
+    make = _allocate_symm_mem if kind == "symm_mem" else _allocate_ipc
+    return make(num_bytes, group, device, agreement)
+
+
+def _raise_failures(kind: MappingKind, step: str, num_bytes: int, failures: list[str]) -> None:
+    if failures:
+        message = f"{kind}: {step} of {num_bytes} bytes failed on {'; '.join(failures)}"
+        raise UlyssesError(message)
+
+
+def _allocate_symm_mem(
+    num_bytes: int, group: ProcessGroup, device: torch.device, agreement: Agreement
+) -> SharedMemory:
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    def allocate_zeroed() -> Tensor:
+        tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        tensor.zero_()
+        torch.cuda.synchronize(device)
+        return tensor
+
+    tensor, failures = agreement.attempt("allocation", allocate_zeroed)
+    _raise_failures("symm_mem", "allocation", num_bytes, failures)
+    assert tensor is not None
+    handle, failures = agreement.attempt(
+        "rendezvous", lambda: symm_mem.rendezvous(tensor, group.group_name)
+    )
+    _raise_failures("symm_mem", "rendezvous", num_bytes, failures)
+    assert handle is not None
+    pointers = tuple(int(pointer) for pointer in handle.buffer_ptrs)
+    # The allocation and its mappings go when the tensor and the handle do.
+    return SharedMemory(tensor, pointers, lambda: None)
+
+
+class _Export:
+    """Memory given to peers by CUDA IPC; freeing it before they close their mapping is undefined."""
+
+    def __init__(self, pointer: int, topic: str, agreement: Agreement) -> None:
+        self._pointer = pointer
+        self._topic = topic
+        self._agreement = agreement
+
+    def free_if_unused(self) -> bool:
+        """Free the memory once every rank has closed its mappings of it."""
+        if not self._agreement.all_left(self._topic):
+            return False
+        torch.ops.ulysses._ipc_free(self._pointer)
+        return True
+
+
+class _Exports:
+    """Released exports whose peers are late; what is left when the process ends goes with it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Export] = []
+
+    def add(self, export: _Export) -> None:
+        self._waiting.append(export)
+        self.sweep()
+
+    def sweep(self) -> None:
+        self._waiting = [export for export in self._waiting if not export.free_if_unused()]
+
+
+# Outlives communicators on purpose: closing one is local and cannot wait for its peers.
+_EXPORTS = _Exports()
+
+
+def _allocate_ipc(
+    num_bytes: int, group: ProcessGroup, device: torch.device, agreement: Agreement
+) -> SharedMemory:
+    ops = torch.ops.ulysses
+    _EXPORTS.sweep()
+
+    def export() -> tuple[int, list[int]]:
+        pointer: int = ops._ipc_allocate(num_bytes, device.index)
+        return pointer, ops._ipc_export(pointer)
+
+    exported, failures = agreement.attempt("allocation", export)
+    if failures and exported is not None:
+        ops._ipc_free(exported[0])
+    _raise_failures("ipc", "allocation", num_bytes, failures)
+    assert exported is not None
+    local, handle = exported
+    topic = f"ipc/{local:x}"  # distinct among the live exports of this rank; ranks differ by key
+    records = agreement.exchange("handles", {"handle": handle, "topic": topic})
+    opened: list[int] = []
+
+    def open_all() -> tuple[int, ...]:
+        pointers = [local] * len(records)
+        for peer, record in enumerate(records):
+            if peer != group.rank():
+                pointers[peer] = ops._ipc_open(record["handle"], device.index)
+                opened.append(pointers[peer])
+        return tuple(pointers)
+
+    def release() -> None:
+        while opened:
+            ops._ipc_close(opened.pop())
+        for peer, record in enumerate(records):
+            if peer != group.rank():
+                agreement.leave(record["topic"], owner=peer)
+        _EXPORTS.add(_Export(local, topic, agreement))
+
+    pointers, failures = agreement.attempt("opening", open_all)
+    if failures:
+        release()
+    _raise_failures("ipc", "opening", num_bytes, failures)
+    assert pointers is not None
+    with torch.cuda.device(device):
+        tensor = torch.as_tensor(_DeviceBytes(local, num_bytes), device=device)
+    return SharedMemory(tensor, pointers, release)

@@ -1,0 +1,424 @@
+"""The public operators ``ulysses::*``: schemas, fakes, autograd, implementations, Python wrappers.
+
+NOTE [deferred operators]: ``*_into`` begins an exchange and ``complete`` ends it. Between the two the window must not be
+read and the source not be changed. All three mutate a window and the shared ``token``, so a compiler neither removes
+nor reorders them. ``Tag.flexible_layout`` keeps it from handing ``complete`` a copy of a source
+while the original, still being sent, is freed or reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .collective import CollectiveRounds, exchange
+from .communicator import UlyssesCommunicator, find_communicator
+from .errors import UlyssesError
+from .plan import Direction, layout_of_source
+from .windows import Window, WindowCache, WindowSpec, agree, reserve
+
+_SPLITS = "int[]? seq_splits=None, int[]? head_splits=None"
+_GROUP = "int world_size, str group_name"
+
+SCHEMAS = {
+    # (B, S_local, H, D) -> (B, S_global, H_local, D), fresh and owned by the caller
+    "scatter": f"(Tensor x, {_GROUP}, {_SPLITS}) -> Tensor",
+    # (B, S_global, H_local, D) -> (B, S_local, H, D), fresh and owned by the caller
+    "gather": f"(Tensor x, {_GROUP}, {_SPLITS}) -> Tensor",
+    # zero-copy and deferred; with `peer`, x is the part cut for that rank
+    "scatter_into": f"(Tensor x, Tensor(a!) window, Tensor(b!) token, {_GROUP}, int? peer=None) -> ()",
+    "gather_into": f"(Tensor x, Tensor(a!) window, Tensor(b!) token, {_GROUP}, int? peer=None) -> ()",
+    # after it, on the current stream, windows may be read and sources reused
+    "complete": f"(Tensor(a!)[] windows, Tensor[] sources, Tensor(b!) token, {_GROUP}) -> ()",
+}
+_DEFERRED_TAGS = (torch.Tag.flexible_layout,)
+_TAGS: dict[str, tuple[torch.Tag, ...]] = {
+    "scatter": (torch.Tag.pt2_compliant_tag,),
+    "gather": (torch.Tag.pt2_compliant_tag,),
+    "scatter_into": _DEFERRED_TAGS,
+    "gather_into": _DEFERRED_TAGS,
+    "complete": _DEFERRED_TAGS,
+}
+
+
+# ---- implementations -----------------------------------------------------------------------------
+
+
+def _window_of(comm: UlyssesCommunicator, tensor: Tensor, op: str) -> Window:
+    window = WindowCache.of(comm).at(tensor.data_ptr())
+    if window is None or tensor.shape != window.tensor.shape or tensor.dtype != window.tensor.dtype:
+        message = (
+            f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is none "
+            f"of the windows of '{comm.name}'; pass Window.tensor as reserve() returned it"
+        )
+        raise ValueError(message)
+    return window
+
+
+def _check_source(
+    comm: UlyssesCommunicator, window: Window, x: Tensor, peer: int | None, op: str
+) -> None:
+    if window.layout.direction != op.removesuffix("_into"):
+        message = (
+            f"{op}: window '{window.spec.name}' is for {window.layout.direction}; use that operator"
+        )
+        raise ValueError(message)
+    if peer is not None and not 0 <= peer < comm.world_size:
+        message = f"{op}: peer={peer} must be a rank below {comm.world_size}"
+        raise ValueError(message)
+    expected = window.source_shape if peer is None else window.layout.source_shape(comm.rank, peer)
+    if x.shape != expected or x.dtype != window.spec.dtype or x.device != comm.device:
+        message = (
+            f"{op}: x is {list(x.shape)}, {x.dtype}, on {x.device}, but window '{window.spec.name}' takes "
+            f"{list(expected)}, {window.spec.dtype}, on {comm.device} from rank {comm.rank}"
+        )
+        raise ValueError(message)
+
+
+def _send(
+    op: str,
+    x: Tensor,
+    window_tensor: Tensor,
+    world_size: int,
+    group_name: str,
+    peer: int | None,
+) -> None:
+    comm = find_communicator(group_name, world_size, op)
+    window = _window_of(comm, window_tensor, op)
+    _check_source(comm, window, x, peer, op)
+    if comm.copy_engine is not None:
+        comm.copy_engine.send(x, window_tensor, peer)
+    else:
+        CollectiveRounds.of(comm).send(op, x, window, peer)
+
+
+def _scatter_into(
+    x: Tensor,
+    window: Tensor,
+    token: Tensor,
+    world_size: int,
+    group_name: str,
+    peer: int | None = None,
+) -> None:
+    _send("scatter_into", x, window, world_size, group_name, peer)
+
+
+def _gather_into(
+    x: Tensor,
+    window: Tensor,
+    token: Tensor,
+    world_size: int,
+    group_name: str,
+    peer: int | None = None,
+) -> None:
+    _send("gather_into", x, window, world_size, group_name, peer)
+
+
+def _complete(
+    windows: list[Tensor],
+    sources: list[Tensor],
+    token: Tensor,
+    world_size: int,
+    group_name: str,
+) -> None:
+    comm = find_communicator(group_name, world_size, "complete")
+    found = [_window_of(comm, window, "complete") for window in windows]
+    if comm.copy_engine is not None:
+        comm.copy_engine.complete(windows, sources)
+    else:
+        CollectiveRounds.of(comm).complete(comm, found, sources)
+
+
+def _functional(
+    op: Direction,
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None,
+    head_splits: Sequence[int] | None,
+) -> Tensor:
+    comm = find_communicator(group_name, world_size, op)
+    layout = layout_of_source(op, op, x.shape, comm.rank, world_size, seq_splits, head_splits)
+    if x.device != comm.device:
+        message = f"{op}: x is on {x.device}, the communicator on {comm.device}; move it there"
+        raise ValueError(message)
+    spec = WindowSpec.of_layout(f"ulysses::{op}", layout, x.dtype)
+    if comm.copy_engine is None:
+        agree(comm, spec)
+        return exchange(comm, layout, x)
+    (window,) = reserve(comm, [spec])
+    comm.copy_engine.send(x, window.tensor, None)
+    comm.copy_engine.complete([window.tensor], [x])
+    return window.tensor.clone()  # a persistent buffer must not pass as fresh: compilers reuse it
+
+
+def _scatter(
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    return _functional("scatter", x, world_size, group_name, seq_splits, head_splits)
+
+
+def _gather(
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    return _functional("gather", x, world_size, group_name, seq_splits, head_splits)
+
+
+# ---- fakes ---------------------------------------------------------------------------------------
+
+
+def _fake_functional(
+    op: Direction,
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None,
+    head_splits: Sequence[int] | None,
+) -> Tensor:
+    # Even splits give every rank the same shape; uneven ones need to know the rank.
+    even = seq_splits is None and head_splits is None
+    rank = 0 if even else find_communicator(group_name, world_size, op).rank
+    layout = layout_of_source(op, op, x.shape, rank, world_size, seq_splits, head_splits)
+    return x.new_empty(layout.window_shape(rank))
+
+
+def _fake_scatter(
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    return _fake_functional("scatter", x, world_size, group_name, seq_splits, head_splits)
+
+
+def _fake_gather(
+    x: Tensor,
+    world_size: int,
+    group_name: str,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    return _fake_functional("gather", x, world_size, group_name, seq_splits, head_splits)
+
+
+def _fake_into(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.exchange = inputs
+
+
+def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (torch.ops.ulysses.gather(grad, *ctx.exchange), None, None, None, None)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (torch.ops.ulysses.scatter(grad, *ctx.exchange), None, None, None, None)
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("ulysses", "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=_TAGS[name])
+    implementations: dict[str, Any] = {
+        "scatter": _scatter,
+        "gather": _gather,
+        "scatter_into": _scatter_into,
+        "gather_into": _gather_into,
+        "complete": _complete,
+    }
+    for name, implementation in implementations.items():
+        for key in ("CPU", "CUDA"):
+            library.impl(name, implementation, key)
+    for name, fake in (("scatter", _fake_scatter), ("gather", _fake_gather)):
+        torch.library.register_fake(f"ulysses::{name}", fake, lib=library)
+    for name in ("scatter_into", "gather_into", "complete"):
+        torch.library.register_fake(f"ulysses::{name}", _fake_into, lib=library)
+    for name, backward in (("scatter", _scatter_backward), ("gather", _gather_backward)):
+        torch.library.register_autograd(
+            f"ulysses::{name}", backward, setup_context=_save_for_backward, lib=library
+        )
+    return library
+
+
+LIBRARY = _register()  # registrations last as long as this object
+
+
+# ---- Python wrappers -----------------------------------------------------------------------------
+
+
+def scatter(
+    x: Tensor,
+    comm: UlyssesCommunicator,
+    *,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Trade this rank's sequence shard of all heads for the whole sequence of its own heads.
+
+    ``y[b, off_s(p) + s, h, d] = x_p[b, s, off_h(rank) + h, d]`` for every rank ``p``, bit-exact and
+    differentiable (the backward is :func:`gather`).
+
+    Args:
+        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype. Read in place where heads and head_dim
+            are dense (a view of a fused projection is), else after one copy.
+        comm: An open communicator.
+        seq_splits: Rows held by each rank; even when left out.
+        head_splits: Heads for each rank; even when left out, and then H must be divisible.
+
+    Returns:
+        ``(B, S_global, H_local, D)``, contiguous, owned by the caller, ready on the current stream.
+
+    Raises:
+        ValueError: shape, device or splits are wrong; raised before any rank waits.
+        UlyssesError: closed, or a capture needs a window that is not reserved.
+
+    Collective: every rank calls it with matching shapes, in the same order. The first call with a
+    shape is a meeting of the ranks (see :func:`ulysses_ops.reserve`); later ones never wait on the host.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    return cast(
+        Tensor,
+        torch.ops.ulysses.scatter(x, comm.world_size, comm.name, seq_splits, head_splits),
+    )
+
+
+def gather(
+    x: Tensor,
+    comm: UlyssesCommunicator,
+    *,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Trade the whole sequence of this rank's heads for its own sequence shard of all heads.
+
+    ``y[b, s, off_h(p) + h, d] = x_p[b, off_s(rank) + s, h, d]`` for every rank ``p``: the inverse of
+    :func:`scatter`, with the same contract.
+
+    Args:
+        x: ``(B, S_global, H_local, D)`` on ``comm.device``, any dtype.
+        comm: An open communicator.
+        seq_splits: Rows for each rank; even when left out, and then S_global must be divisible.
+        head_splits: Heads held by each rank; even when left out.
+
+    Returns:
+        ``(B, S_local, H, D)``, contiguous, owned by the caller, ready on the current stream.
+
+    Raises:
+        ValueError: shape, device or splits are wrong; raised before any rank waits.
+        UlyssesError: closed, or a capture needs a window that is not reserved.
+
+    Collective: as :func:`scatter`.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    return cast(
+        Tensor,
+        torch.ops.ulysses.gather(x, comm.world_size, comm.name, seq_splits, head_splits),
+    )
+
+
+class Exchange:
+    """Several deferred sends with one completion: V, K and Q of a layer, say.
+
+    ::
+
+        with Exchange(comm) as exchange:
+            exchange.send(v, windows.v)    # leaves while k is still being computed
+            exchange.send(k, windows.k)
+            exchange.send(q, windows.q)
+        # here the windows may be read, on the current stream
+
+    A source must not be changed in place before the block ends: it is being sent. Leaving the block
+    by an exception completes nothing.
+
+    Collective: every rank sends into the same windows in the same order.
+    """
+
+    def __init__(self, comm: UlyssesCommunicator) -> None:
+        """Begin with nothing sent."""
+        self._comm = comm
+        self._windows: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
+        """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
+
+        Args:
+            x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already cut
+                for that rank: ``(B, S_local, H_peer, D)`` for scatter, ``(B, S_peer, H_local, D)``
+                for gather. With parts, the own part may be written into ``window.own_view`` instead.
+            window: From :func:`ulysses_ops.reserve`.
+            peer: Rank that the part is for.
+
+        Raises:
+            ValueError: shape, dtype or device is wrong; raised before any rank waits.
+            UlyssesError: that rank's share of the window is in flight already.
+        """
+        comm = self._comm
+        op = (
+            torch.ops.ulysses.scatter_into
+            if window.layout.direction == "scatter"
+            else torch.ops.ulysses.gather_into
+        )
+        op(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
+        if not any(window.tensor is known for known in self._windows):
+            self._windows.append(window.tensor)
+        self._sources.append(x)
+
+    def complete(self) -> None:
+        """End all exchanges: windows may be read and sources reused on the current stream."""
+        if self._windows:
+            comm = self._comm
+            torch.ops.ulysses.complete(
+                self._windows, self._sources, comm.token, comm.world_size, comm.name
+            )
+            self._windows, self._sources = [], []
+
+    def __enter__(self) -> Exchange:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Complete, unless an exception is on its way out."""
+        if kind is None:
+            self.complete()
+
+
+def pending_channels(comm: UlyssesCommunicator) -> str:
+    """Channels with a deferred exchange that was not completed here; empty when there is none.
+
+    Inside a capture those of the capture count, outside those of eager calls.
+    """
+    if comm.closed:
+        message = f"communicator '{comm.name}' is closed; construct a new one"
+        raise UlyssesError(message)
+    if comm.copy_engine is not None:
+        return comm.copy_engine.pending()
+    return CollectiveRounds.of(comm).pending()
