@@ -104,6 +104,12 @@ std::vector<int64_t> read_probe(int64_t number, int64_t world_size) {
   return words;
 }
 
+// Pairs of bare handshakes behind the current stream, for measurements.
+void run_handshakes(int64_t number, int64_t num_pairs) {
+  const LockedGroup group(number, "handshake");
+  group->run_handshakes(num_pairs, current_stream(group->device()));
+}
+
 void add_window(int64_t number, std::string name, std::string channel, int64_t tag, bool gather,
                 int64_t batch, int64_t head_dim, int64_t itemsize, std::vector<int64_t> seq_splits,
                 std::vector<int64_t> head_splits, std::vector<int64_t> bases) {
@@ -132,11 +138,12 @@ void send(Tensor x, Tensor window, int64_t number, int64_t peer) {
   const LockedGroup group(number, "send");
   WindowInfo& info = group->window(window.data_ptr(), "send");
   const char* op = info.layout.direction == Direction::kGather ? "gather_into" : "scatter_into";
-  STD_TORCH_CHECK(x.dim() == 4 && static_cast<int64_t>(x.element_size()) == info.layout.itemsize &&
+  STD_TORCH_CHECK(window.numel() * info.layout.itemsize == info.layout.window_bytes(group->rank()),
+                  op, ": a view of window '", info.name, "' was given; pass all of Window.tensor");
+  STD_TORCH_CHECK(x.dim() == 4 && x.scalar_type() == window.scalar_type() &&
                       x.get_device_index() == group->device(),
-                  op, ": x of ", x.dim(), " dimensions, ", x.element_size(),
-                  " bytes an element, on device ", x.get_device_index(), " does not fit window '",
-                  info.name, "' of ", info.layout.itemsize, " bytes an element on device ",
+                  op, ": x of ", x.dim(), " dimensions on device ", x.get_device_index(),
+                  " does not fit window '", info.name, "' of another dtype, or on device ",
                   group->device());
   const cudaStream_t caller = current_stream(group->device());
   const CaptureId capture = group->lanes().admit(caller, op);
@@ -178,7 +185,9 @@ int64_t current_capture(int64_t number) {
   return static_cast<int64_t>(capture_id(current_stream(group->device())));
 }
 
-std::vector<int64_t> pinned(int64_t number) { return LockedGroup(number, "reserve")->pinned(); }
+std::vector<int64_t> window_states(int64_t number) {
+  return LockedGroup(number, "reserve")->window_states();
+}
 
 void forget_capture(int64_t number, int64_t capture) {
   LockedGroup(number, "capture")->forget_capture(static_cast<CaptureId>(capture));
@@ -254,6 +263,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_ce_set_signal(int group, int signal_kind) -> ()");
   m.def("_ce_announce_probe(int group, int value) -> ()");
   m.def("_ce_read_probe(int group, int world_size) -> int[]");
+  m.def("_ce_run_handshakes(int group, int num_pairs) -> ()");
   m.def(
       "_ce_add_window(int group, str name, str channel, int tag, bool gather, int batch, int "
       "head_dim, int itemsize, "
@@ -263,7 +273,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_ce_complete(Tensor(a!)[] windows, Tensor[] sources, int group) -> ()");
   m.def("_ce_pending(int group) -> str");
   m.def("_ce_current_capture(int group) -> int");
-  m.def("_ce_pinned(int group) -> int[]");
+  m.def("_ce_window_states(int group) -> int[]");
   m.def("_ce_forget_capture(int group, int capture) -> ()");
   m.def("_ce_abandon_captures(int group) -> ()");
   m.def("_ce_before_replay(int group) -> ()");
@@ -289,13 +299,14 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_set_signal", TORCH_BOX(&set_signal));
   m.impl("_ce_announce_probe", TORCH_BOX(&announce_probe));
   m.impl("_ce_read_probe", TORCH_BOX(&read_probe));
+  m.impl("_ce_run_handshakes", TORCH_BOX(&run_handshakes));
   m.impl("_ce_add_window", TORCH_BOX(&add_window));
   m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
   m.impl("_ce_send", TORCH_BOX(&send));
   m.impl("_ce_complete", TORCH_BOX(&complete));
   m.impl("_ce_pending", TORCH_BOX(&pending));
   m.impl("_ce_current_capture", TORCH_BOX(&current_capture));
-  m.impl("_ce_pinned", TORCH_BOX(&pinned));
+  m.impl("_ce_window_states", TORCH_BOX(&window_states));
   m.impl("_ce_forget_capture", TORCH_BOX(&forget_capture));
   m.impl("_ce_abandon_captures", TORCH_BOX(&abandon_captures));
   m.impl("_ce_before_replay", TORCH_BOX(&before_replay));

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from .agreement import Agreement, find_disagreement, group_store, join
 from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
-from .eligibility import Decision, Request, decide
+from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import TopologyError, UlyssesError
 from .mapping import MAPPING_KINDS, MappingKind
 from .topology import Topology, probe
@@ -207,12 +207,7 @@ class UlyssesCommunicator:
                 continue
             self.mapping = kind
             return decision
-        if request.transport == "ce":
-            return Decision(None, tuple(causes))
-        fallback = "nccl" if "nccl" in request.backends else "gloo"
-        without = Request(fallback, request.backends, request.allow_shared_devices)
-        second = decide(topologies, without)
-        return Decision(second.transport, (*causes, *second.reasons), second.warnings)
+        return decide_without_ce(topologies, request, causes)
 
     def _is_current(self) -> bool:
         """Whether the group that this was made with still exists under its name."""

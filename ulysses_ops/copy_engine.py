@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -37,6 +38,8 @@ class CopyEngineGroup:
         self._rank = rank
         self._world_size = world_size
         self._closed = False
+        self._send = torch.ops.ulysses._ce_send.default
+        self._complete = torch.ops.ulysses._ce_complete.default
 
     @classmethod
     def establish(
@@ -132,14 +135,30 @@ class CopyEngineGroup:
         torch.ops.ulysses._ce_remove_window(self.number, memory.pointers[self._rank])
 
     def send(self, x: Tensor, window: Tensor, peer: int | None) -> None:
-        """Begin sending ``x``; see ``ulysses::scatter_into``."""
-        torch.ops.ulysses._ce_send.default(
-            x, window, self.number, EVERY_RANK if peer is None else peer
-        )
+        """Begin sending ``x``; see ``ulysses::scatter_into``.
+
+        Raises:
+            UlyssesError: refused, before anything was issued.
+        """
+        try:
+            self._send(x, window, self.number, EVERY_RANK if peer is None else peer)
+        except RuntimeError as error:
+            raise UlyssesError(_sentence(error)) from error
 
     def complete(self, windows: list[Tensor], sources: list[Tensor]) -> None:
-        """Complete what was sent; see ``ulysses::complete``."""
-        torch.ops.ulysses._ce_complete.default(windows, sources, self.number)
+        """Complete what was sent; see ``ulysses::complete``.
+
+        Raises:
+            UlyssesError: refused, before anything was issued.
+        """
+        try:
+            self._complete(windows, sources, self.number)
+        except RuntimeError as error:
+            raise UlyssesError(_sentence(error)) from error
+
+    def run_handshakes(self, num_pairs: int) -> None:
+        """Issue pairs of bare handshakes behind the current stream, for measurements. Collective."""
+        torch.ops.ulysses._ce_run_handshakes(self.number, num_pairs)
 
     def pending(self) -> str:
         """Channels with an exchange in flight in the capture of the current stream, or outside."""
@@ -150,10 +169,12 @@ class CopyEngineGroup:
         """Id of the capture that the current stream takes part in; 0 outside."""
         return int(torch.ops.ulysses._ce_current_capture(self.number))
 
-    def pinned(self) -> list[int]:
-        """Addresses of the windows that captured graphs use."""
-        pointers: list[int] = torch.ops.ulysses._ce_pinned(self.number)
-        return pointers
+    def window_states(self) -> dict[int, tuple[int, int]]:
+        """Address of each window -> when it was last used (higher is later), graphs that use it."""
+        numbers = torch.ops.ulysses._ce_window_states(self.number)
+        return {
+            numbers[i]: (numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)
+        }
 
     def forget_capture(self, capture: int) -> None:
         """The graph of this capture is gone: it pins no window any more."""
@@ -205,6 +226,12 @@ class CopyEngineGroup:
             self._closed = True
             torch.ops.ulysses._ce_destroy_group(self.number)
             self._words.release()
+
+
+def _sentence(error: RuntimeError) -> str:
+    """The sentence of a check in the compiled library, without function, file and line."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
 
 
 def _poll(done: Callable[[], Any], timeout_s: float) -> bool:

@@ -76,7 +76,8 @@ def decide(topologies: Sequence[Topology], request: Request) -> Decision:
         return Decision(None, (_device_kinds(kinds),))
     obstacles = _obstacles(topologies, request)
     if request.transport in (None, "ce") and not obstacles:
-        return Decision("ce", (_why_eligible(topologies),), _warnings(topologies))
+        reasons = (_why_eligible(topologies), *_left_out(topologies))
+        return Decision("ce", reasons, _warnings(topologies))
     return decide_without_ce(topologies, request, obstacles)
 
 
@@ -267,14 +268,19 @@ def _why_eligible(topologies: Sequence[Topology]) -> str:
 
 
 def _warnings(topologies: Sequence[Topology]) -> tuple[str, ...]:
-    """Return what costs speed, or is left out, on the copy-engine path."""
-    found: list[tuple[str, int]] = []
-    for rank, topology in enumerate(topologies):
-        if topology.max_connections == "1":
-            found.append(("CUDA_DEVICE_MAX_CONNECTIONS=1 loses overlap; unset it", rank))
-        if topology.flush_remote_writes.answer != "yes":
-            found.append(("no flush of remote writes, waits go without it", rank))
-    return tuple(f"{_ranks(ranks)}: {text}" for text, ranks in _group_by(found).items())
+    """Return what costs speed on the copy-engine path."""
+    slow = [rank for rank, topology in enumerate(topologies) if topology.max_connections == "1"]
+    return (f"{_ranks(slow)}: CUDA_DEVICE_MAX_CONNECTIONS=1 loses overlap; unset it",) if slow else ()
+
+
+def _left_out(topologies: Sequence[Topology]) -> tuple[str, ...]:
+    """Return what the copy-engine path does without."""
+    without = [
+        rank
+        for rank, topology in enumerate(topologies)
+        if topology.flush_remote_writes.answer != "yes"
+    ]
+    return (f"{_ranks(without)}: no flush of remote writes, waits go without it",) if without else ()
 
 
 def _group_by(items: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:

@@ -9,6 +9,7 @@ while the original, still being sent, is freed or reused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, cast
 
@@ -88,12 +89,17 @@ def _send(
     peer: int | None,
 ) -> None:
     comm = find_communicator(group_name, world_size, op)
-    window = _window_of(comm, window_tensor, op)
-    _check_source(comm, window, x, peer, op)
-    if comm.copy_engine is not None:
-        comm.copy_engine.send(x, window_tensor, peer)
-    else:
+    engine = comm.copy_engine
+    if engine is None:
+        window = _window_of(comm, window_tensor, op)
+        _check_source(comm, window, x, peer, op)
         CollectiveRounds.of(comm).send(op, x, window, peer)
+        return
+    try:
+        engine.send(x, window_tensor, peer)  # checks the same in a fraction of the time
+    except UlyssesError:
+        _check_source(comm, _window_of(comm, window_tensor, op), x, peer, op)
+        raise
 
 
 def _scatter_into(
@@ -126,11 +132,31 @@ def _complete(
     group_name: str,
 ) -> None:
     comm = find_communicator(group_name, world_size, "complete")
-    found = [_window_of(comm, window, "complete") for window in windows]
-    if comm.copy_engine is not None:
-        comm.copy_engine.complete(windows, sources)
-    else:
+    engine = comm.copy_engine
+    if engine is None:
+        found = [_window_of(comm, window, "complete") for window in windows]
         CollectiveRounds.of(comm).complete(comm, found, sources)
+        return
+    try:
+        engine.complete(windows, sources)
+    except UlyssesError:
+        for window in windows:
+            _window_of(comm, window, "complete")
+        raise
+
+
+@lru_cache(maxsize=1024)
+def _functional_spec(
+    op: Direction,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    rank: int,
+    world_size: int,
+    seq_splits: tuple[int, ...] | None,
+    head_splits: tuple[int, ...] | None,
+) -> WindowSpec:
+    layout = layout_of_source(op, op, shape, rank, world_size, seq_splits, head_splits)
+    return WindowSpec.of_layout(f"ulysses::{op}", layout, dtype)
 
 
 def _functional(
@@ -142,14 +168,17 @@ def _functional(
     head_splits: Sequence[int] | None,
 ) -> Tensor:
     comm = find_communicator(group_name, world_size, op)
-    layout = layout_of_source(op, op, x.shape, comm.rank, world_size, seq_splits, head_splits)
+    splits = (
+        None if seq_splits is None else tuple(seq_splits),
+        None if head_splits is None else tuple(head_splits),
+    )
+    spec = _functional_spec(op, x.shape, x.dtype, comm.rank, world_size, *splits)
     if x.device != comm.device:
         message = f"{op}: x is on {x.device}, the communicator on {comm.device}; move it there"
         raise ValueError(message)
-    spec = WindowSpec.of_layout(f"ulysses::{op}", layout, x.dtype)
     if comm.copy_engine is None:
         agree(comm, spec)
-        return exchange(comm, layout, x)
+        return exchange(comm, spec.layout(world_size), x)
     (window,) = reserve(comm, [spec])
     comm.copy_engine.send(x, window.tensor, None)
     comm.copy_engine.complete([window.tensor], [x])

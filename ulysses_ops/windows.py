@@ -10,6 +10,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -67,18 +69,29 @@ class WindowSpec:
         Raises:
             ValueError: the shape cannot be split over ``world_size`` ranks.
         """
-        return layout_of_global(
-            "reserve", self.direction, self.shape, world_size, self.seq_splits, self.head_splits
-        )
+        return _layout(self, world_size)
 
     def key(self, world_size: int) -> str:
         """Text that is equal for equal windows, on every rank."""
-        layout = self.layout(world_size)
-        return (
-            f"{self.direction} window '{self.name}' {list(layout.global_shape)} {self.dtype} "
-            f"channel '{self.channel or self.name}' seq {list(layout.seq_splits)} "
-            f"heads {list(layout.head_splits)}"
-        )
+        return _key(self, world_size)
+
+
+# Both are asked for at every eager call.
+@lru_cache(maxsize=1024)
+def _layout(spec: WindowSpec, world_size: int) -> Layout:
+    return layout_of_global(
+        "reserve", spec.direction, spec.shape, world_size, spec.seq_splits, spec.head_splits
+    )
+
+
+@lru_cache(maxsize=1024)
+def _key(spec: WindowSpec, world_size: int) -> str:
+    layout = spec.layout(world_size)
+    return (
+        f"{spec.direction} window '{spec.name}' {list(layout.global_shape)} {spec.dtype} "
+        f"channel '{spec.channel or spec.name}' seq {list(layout.seq_splits)} "
+        f"heads {list(layout.head_splits)}"
+    )
 
 
 @dataclass(eq=False)
@@ -142,8 +155,11 @@ class WindowCache:
         return window
 
     def at(self, pointer: int) -> Window | None:
-        """The window whose memory begins at this address."""
-        return self._by_pointer.get(pointer)
+        """The window whose memory begins at this address, now the most recently used."""
+        window = self._by_pointer.get(pointer)
+        if window is not None:
+            self._by_key.move_to_end(window.key)
+        return window
 
     def all(self) -> list[Window]:
         """All windows, least recently used first."""
@@ -159,19 +175,22 @@ class WindowCache:
 
     def evictable(self, keep: Sequence[str]) -> list[str]:
         """Keys that may go, least recently used first."""
-        busy: set[str] = set()
-        pinned: set[int] = set()
-        if self._copy_engine is not None:
-            busy = set(self._copy_engine.pending().split(", "))
-            pinned = set(self._copy_engine.pinned())
-        return [
-            key
+        free = [
+            window
             for key, window in self._by_key.items()
-            if key not in keep
-            and not window.is_captured
-            and window.channel not in busy
-            and window.tensor.data_ptr() not in pinned
+            if key not in keep and not window.is_captured
         ]
+        if self._copy_engine is not None:
+            busy = self._copy_engine.pending().split(", ")
+            states = self._copy_engine.window_states()
+            idle = [
+                (states[window.tensor.data_ptr()], window)
+                for window in free
+                if window.channel not in busy
+            ]
+            unpinned = [(last_use, window) for (last_use, graphs), window in idle if graphs == 0]
+            free = [window for _, window in sorted(unpinned, key=itemgetter(0))]
+        return [window.key for window in free]
 
     def add(self, window: Window, tag: int) -> None:
         """Take up a window that all ranks have allocated."""
@@ -230,6 +249,8 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
     keys = [spec.key(comm.world_size) for spec in specs]
     missing = [key for key in dict.fromkeys(keys) if cache.find(key) is None]
     if missing:
+        for spec in specs:
+            _refuse_empty(spec, comm.world_size)
         refuse_in_capture(comm, "reserve", missing)
         _make_room(comm, cache, keys, missing)
         for key in missing:
@@ -265,6 +286,18 @@ def refuse_in_capture(comm: UlyssesCommunicator, op: str, keys: Sequence[str]) -
             f"or run the step once eagerly, before capturing"
         )
         raise UlyssesError(message)
+
+
+def _refuse_empty(spec: WindowSpec, world_size: int) -> None:
+    """A window without memory has no address to be known by."""
+    layout = spec.layout(world_size)
+    empty = [rank for rank in range(world_size) if 0 in layout.window_shape(rank)]
+    if empty:
+        message = (
+            f"reserve: window '{spec.name}' of {list(spec.shape)} is empty on ranks {empty}; give every "
+            f"rank at least one row and one head"
+        )
+        raise ValueError(message)
 
 
 def _meet(comm: UlyssesCommunicator, record: dict[str, list[str]]) -> list[dict[str, list[str]]]:

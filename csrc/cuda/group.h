@@ -28,7 +28,7 @@ namespace ulysses_ops {
 inline constexpr int64_t kMaxChannels = 64;
 
 // The symmetric word block of one rank: for each channel `empty` and `full` words of every rank,
-// then the probe words of every rank, then one scratch word. In words, not bytes.
+// then two probe words of every rank, then one scratch word. In words, not bytes.
 int64_t num_words(int64_t world_size);
 
 struct WindowInfo {
@@ -38,6 +38,7 @@ struct WindowInfo {
   uint64_t tag = 0;                 // equal on every rank, unlike any pointer
   std::vector<char*> base_of_rank;  // as mapped here
   std::set<CaptureId> captures;     // captures that baked these addresses in; they pin the window
+  int64_t last_use = 0;             // higher is later
 };
 
 // What a send reads. `keepalive` holds the memory until the round is joined.
@@ -79,8 +80,9 @@ class Group {
   // Forgets rounds that were begun in captures.
   void abandon_captures();
 
-  // Local addresses of the windows that captured graphs use; and the end of such a graph.
-  std::vector<int64_t> pinned() const;
+  // What eviction goes by: local address, last use and number of captured graphs of every window.
+  std::vector<int64_t> window_states() const;
+  // A captured graph is gone.
   void forget_capture(CaptureId capture);
 
   // A replay takes the place of the copy chain: it waits for the chain and all readers, and the
@@ -88,6 +90,9 @@ class Group {
   // streams they are launched on.
   void before_replay(cudaStream_t launch);
   void after_replay(cudaStream_t launch);
+
+  // Pairs of handshakes over the probe words, with nothing between them.
+  void run_handshakes(int64_t num_pairs, cudaStream_t caller);
 
   // Writes every tag that a wait may be looking for into the local words, once, on the side stream.
   void release_waits_once();
@@ -113,20 +118,18 @@ class Group {
     SignalWords full;
     std::map<CaptureId, Round> rounds;
     std::vector<uint64_t> tags_used;  // what a wait of this channel can be looking for
-    cudaStream_t reader =
-        nullptr;  // the stream of the latest completion, whose reads the next open must follow
-    CaptureId reader_capture = 0;
-    bool has_reader = false;
+    // The stream of the latest completion, by capture: the next open must follow what it reads.
+    std::map<CaptureId, cudaStream_t> readers;
   };
 
   SignalWords words_at(int64_t first_word) const;
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
-  void open(Channel& channel, const WindowInfo& window, cudaStream_t caller, CaptureId capture);
+  void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
+  void note_sent(Round& round, const WindowInfo& window, int64_t peer, Source source);
   void check_round(const std::string& name, const Round& round,
                    const std::vector<const void*>& windows) const;
   static void note_tag(Channel& channel, uint64_t tag);
-  static void note_reader(Channel& channel, cudaStream_t reader, CaptureId capture);
 
   int64_t rank_;
   int64_t world_size_;
@@ -135,11 +138,13 @@ class Group {
   std::vector<int64_t> word_bases_;
   SignalPath path_;
   SignalWords probe_words_;
+  SignalWords answer_words_;  // the other half of a pair with the probe words
   Signal probe_;
   CUdeviceptr probe_local_ = 0;
   std::shared_ptr<char> poison_;
   std::unordered_map<const void*, std::unique_ptr<WindowInfo>> windows_;
   std::map<std::string, Channel> channels_;
+  int64_t num_uses_ = 0;
 };
 
 }  // namespace ulysses_ops

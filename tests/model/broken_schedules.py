@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from handshake_model import Host, Protocol, Scenario, Script
+from handshake_model import Scenario, Script, Wrong
+from host_calls import Host, Protocol
 from schedules import (
     ELIDED,
     EPOCHS,
     ONE_QUEUE,
+    caller_changes,
     deferred,
     eager_and_graph,
     exchange,
@@ -27,20 +27,11 @@ LEFT_FULL = ("full.c@0[1]",)
 LEFT_EMPTY = ("empty.c@0[1]",)
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A failure that must be found, and why it is there."""
-
-    scenario: Scenario
-    kind: str
-    why: str
-
-
 def open_before_read(host: Host) -> None:
     """Opens the next round as soon as this one is complete."""
     host.produce("x")
     host.send("x", channel="c", opens=False)
-    host.complete("x", channel="c")
+    host.complete("c")
     host.handshake("empty", "c")
     host.read("x")
     host.end_round()
@@ -51,15 +42,6 @@ def first_open(host: Host) -> None:
     host.handshake("empty", "c")
 
 
-def read_elsewhere(host: Host) -> None:
-    """Reads on a second stream, and sends the next round from the first."""
-    host.produce("x")
-    host.send("x", channel="c")
-    host.complete("x", channel="c")
-    host.read("x", on="second caller")
-    host.end_round()
-
-
 def channel_orders_differ(host: Host) -> None:
     """Odd ranks take the channels the other way round."""
     for name in "ba" if host.rank % 2 else "ab":
@@ -67,11 +49,23 @@ def channel_orders_differ(host: Host) -> None:
     host.end_round()
 
 
+def window_orders_differ(host: Host) -> None:
+    """Two windows share a channel; the open's tag is that of the window sent first, as built."""
+    windows = [("v", 1), ("k", 2)]
+    for window, tag in windows[::-1] if host.rank % 2 else windows:
+        host.produce(window)
+        host.send(window, channel="qkv", tag=tag)
+    host.complete("qkv")
+    host.read("v", "k")
+    host.end_round()
+
+
 def chains_of_differing_order(host: Host) -> None:
     """Two chains with a channel each; nothing orders them, so ranks queue them differently."""
     for name in "ba" if host.rank % 2 else "ab":
-        with host.replay(name, joined=False):
+        with host.on(f"launch {name}"), host.replay(name, joined=False):
             exchange(host, name, name)
+    host.end_round()
 
 
 def mispaired(*tags: int) -> Script:
@@ -109,7 +103,7 @@ def third_window_read_late(host: Host) -> None:
     host.read("k", age=1)
     host.produce("k")
     host.send("k", channel="qkv")
-    host.complete("v", "k", channel="qkv")
+    host.complete("qkv")
     host.read("v", "k")
     host.end_round()
 
@@ -131,9 +125,15 @@ WRONG = (
         "the signal says that the window is free, and it is not",
     ),
     Wrong(
-        Scenario("reader on a stream that nothing waits for", 2, read_elsewhere),
+        Scenario(
+            "caller stream changes, open follows the new one only",
+            2,
+            caller_changes,
+            Protocol(reader_ordered=False),
+            prologue=caller_changes,
+        ),
         OVERWRITE_WHILE_READING,
-        "the open follows the stream that sends, not the one that reads",
+        "the stream of the round before still reads",
     ),
     Wrong(
         Scenario("epoch baked into a graph", 2, one_channel, EPOCHS),
@@ -173,12 +173,17 @@ WRONG = (
         "each rank opens a channel that the other comes to only afterwards",
     ),
     Wrong(
-        Scenario("two graphs not serialised", 2, two_graphs(joined=False)),
+        Scenario("orders within a channel differ", 2, window_orders_differ),
+        DEADLOCK,
+        "the open's tag is that of the window sent first, so a mispaired round stops there",
+    ),
+    Wrong(
+        Scenario("two graphs not serialised", 2, two_graphs("launch 1", "launch 2", joined=False)),
         LOST_SIGNAL,
         "both branches write the same words at once",
     ),
     Wrong(
-        Scenario("eager chain and replays not joined", 2, eager_and_graph(joined=False)),
+        Scenario("eager chain and replays not joined", 2, eager_and_graph("launch", joined=False)),
         LOST_SIGNAL,
         "the live copy stream and the graph's branch write the same words at once",
     ),

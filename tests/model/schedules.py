@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from handshake_model import Host, Protocol, Scenario, Script
+from handshake_model import Scenario, Script
+from host_calls import Host, Protocol
 
 ONE_QUEUE = Protocol(one_queue=True)
 ELIDED = Protocol(opens=False)
@@ -16,7 +17,7 @@ def exchange(
     """Send one window, complete it, read it."""
     host.produce(window)
     host.send(window, channel=channel, tag=tag, opens=opens)
-    host.complete(window, channel=channel, tag=tag)
+    host.complete(channel, tag=tag)
     host.read(window)
 
 
@@ -33,16 +34,16 @@ def two_channels(host: Host) -> None:
     host.end_round()
 
 
-def deferred(windows: str, *, own: bool = True, same_order: bool = True) -> Script:
+def deferred(windows: str, *, own: bool = True) -> Script:
     """Several copies, one close, all windows on one channel."""
 
     def script(host: Host) -> None:
-        for window in windows if same_order or host.rank == 0 else windows[::-1]:
+        for window in windows:
             host.produce(window)
             host.send(window, channel="qkv", own=own)
         if not own:
             host.store_own(*windows)
-        host.complete(*windows, channel="qkv", own=own)
+        host.complete("qkv", own=own)
         host.read(*windows)
         host.end_round()
 
@@ -54,7 +55,7 @@ def two_channels_one_completion(host: Host) -> None:
     for window in "vk":
         host.produce(window)
         host.send(window, channel=window)
-    host.complete(*"vk", channel="v+k")
+    host.complete("v+k")
     host.read(*"vk")
     host.end_round()
 
@@ -67,43 +68,47 @@ def peers_first(*windows: str, signal_after: bool = False) -> Script:
             host.produce(window)
             host.send(window, channel="qkv", own=False)
         host.store_own(*windows)
-        host.complete(*windows, channel="qkv", own=False)
+        host.complete("qkv", own=False)
         host.read(*windows)
         host.produce("out")
         host.send("out", channel="out", own=False)
         host.read(*windows)
         host.store_own("out")
-        host.complete("out", channel="out", own=False, signal_after=signal_after)
+        host.complete("out", own=False, signal_after=signal_after)
         host.read("out")
         host.end_round()
 
     return script
 
 
-def two_graphs(*, joined: bool = True) -> Script:
+def two_graphs(*streams: str, joined: bool = True) -> Script:
     """Two graphs of one channel in turn; they move different windows, so their tags differ."""
 
     def script(host: Host) -> None:
-        for graph, window, tag in (("g1", "x", 1), ("g2", "y", 2)):
-            with host.replay(graph, joined=joined):
+        for stream, graph, window, tag in zip(streams, ("g1", "g2"), "xy", (1, 2), strict=True):
+            with host.on(stream), host.replay(graph, joined=joined):
                 exchange(host, window, "c", tag=tag)
-        if joined:
-            host.end_round()
+                host.end_round()
 
     return script
 
 
-def eager_and_graph(*, joined: bool = True) -> Script:
-    """An eager exchange, then a replay, on the same channel and window."""
+def eager_and_graph(stream: str, *, joined: bool = True) -> Script:
+    """An eager exchange, then a replay on `stream`, on the same channel and window."""
 
     def script(host: Host) -> None:
-        exchange(host, "x", "c")
-        host.end_round()
-        with host.replay("graph", joined=joined):
-            exchange(host, "x", "c")
-            host.end_round()
+        one_channel(host)
+        with host.on(stream), host.replay("graph", joined=joined):
+            one_channel(host)
 
     return script
+
+
+def caller_changes(host: Host) -> None:
+    """Rounds are sent and read on two streams in turn, which only the open orders."""
+    for stream in ("main", "other"):
+        with host.on(stream):
+            one_channel(host)
 
 
 def zeroed(*, barrier: bool) -> Script:
@@ -131,13 +136,13 @@ SAFE = (
     Scenario("two channels with opens", 3, two_channels),
     Scenario("three deferred copies, one close", 2, deferred("vkq")),
     Scenario("two deferred copies, own parts in place", 3, deferred("vk", own=False)),
-    Scenario("one close, ranks send in different order", 2, deferred("vk", same_order=False)),
     Scenario("two channels, one completion", 2, two_channels_one_completion),
     Scenario("peers first with opens", 2, peers_first(*"vkq")),
     Scenario("peers first with opens", 3, peers_first("qkv")),
     Scenario("one hardware queue: two channels", 3, two_channels, ONE_QUEUE),
     Scenario("one hardware queue: three deferred copies", 3, deferred("vkq"), ONE_QUEUE),
     Scenario("one hardware queue: peers first", 3, peers_first(*"vkq"), ONE_QUEUE),
+    Scenario("one hardware queue: eager calls and replays", 3, eager_and_graph("main"), ONE_QUEUE),
     Scenario("V first, opens elided", 2, two_channels, ELIDED),
     Scenario("V first, opens elided", 3, two_channels, ELIDED),
     Scenario(
@@ -146,9 +151,21 @@ SAFE = (
         peers_first("qkv", signal_after=True),
         ELIDED,
     ),
-    Scenario("two graphs serialised", 2, two_graphs()),
-    Scenario("eager calls and replays joined both ways", 2, eager_and_graph()),
-    Scenario("eager calls and replays joined both ways", 3, eager_and_graph()),
+    Scenario("two graphs on one stream", 2, two_graphs("main", "main")),
+    Scenario(
+        "two graphs on two streams, joined by us",
+        2,
+        two_graphs("launch 1", "launch 2"),
+        prologue=two_graphs("launch 1", "launch 2"),
+    ),
+    Scenario("eager calls and replays on one stream", 3, eager_and_graph("main")),
+    Scenario(
+        "eager calls and replays on two streams, joined by us",
+        2,
+        eager_and_graph("launch"),
+        prologue=eager_and_graph("launch"),
+    ),
+    Scenario("caller stream changes", 2, caller_changes, prologue=caller_changes),
     Scenario("signals arrive late", 2, two_channels, LATE_SIGNALS),
     Scenario("signals arrive late, own part in place", 3, deferred("x", own=False), LATE_SIGNALS),
     Scenario(

@@ -2,9 +2,9 @@
 
 A window holds one byte for each sender's part: the generation that the part is of, or
 `BEING_WRITTEN`, or `NEVER`. Generations count rounds modulo `GENERATIONS`; ranks are at most one
-round apart where the handshake holds, so four tell fresh from stale in both directions. They are
-kept relative to a reference rank: when that one starts a round, all go down by one, which makes
-states of different rounds equal and the state space small.
+round apart where the handshake holds, so eight tell fresh from stale in both directions. They are
+kept relative to a reference stream: when that one starts its loop again, all go down by its rounds,
+which makes states of different rounds equal and the state space small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STALE_READ = "stale read"
 TORN_READ = "torn read"
 SOURCE_CHANGED = "source changed while being sent"
 
-GENERATIONS = 4
+GENERATIONS = 8
 BEING_WRITTEN = 254
 NEVER = 253
 
@@ -123,19 +123,31 @@ class Reset(_Always):
 
 
 @dataclass(frozen=True)
+class Round:
+    """A round as one stream counts it: rounds of loops gone by, and the place in this loop."""
+
+    counter: Cell
+    place: int
+
+    def of(self, state: bytearray) -> int:
+        """Its generation."""
+        return (state[self.counter.at] + self.place) % GENERATIONS
+
+
+@dataclass(frozen=True)
 class Produce(_Always):
     """Computes a source afresh; wrong while a copy still reads it."""
 
     source: Cell
     readers: Cell
-    generation: Cell
+    round: Round
 
     @property
     def label(self) -> str:
         return f"produce {self.source.name}"
 
     def apply(self, state: bytearray) -> str | None:
-        state[self.source.at] = state[self.generation.at]
+        state[self.source.at] = self.round.of(state)
         return SOURCE_CHANGED if state[self.readers.at] else None
 
 
@@ -181,25 +193,24 @@ class Store(_Always):
 
     part: Cell
     reading: Cell
-    generation: Cell
+    round: Round
 
     @property
     def label(self) -> str:
         return f"compute straight into {self.part.name}"
 
     def apply(self, state: bytearray) -> str | None:
-        state[self.part.at] = state[self.generation.at]
+        state[self.part.at] = self.round.of(state)
         return OVERWRITE_WHILE_READING if state[self.reading.at] else None
 
 
 @dataclass(frozen=True)
 class ReadBegin(_Always):
-    """Starts to read windows; every part must be whole and `age` rounds old."""
+    """Starts to read windows; every part must be whole and of the round."""
 
     parts: tuple[Cell, ...]
     reading: tuple[Cell, ...]
-    generation: Cell
-    age: int = 0
+    round: Round
 
     @property
     def label(self) -> str:
@@ -211,8 +222,7 @@ class ReadBegin(_Always):
         held = {state[part.at] for part in self.parts}
         if BEING_WRITTEN in held:
             return TORN_READ
-        expected = (state[self.generation.at] - self.age) % GENERATIONS
-        return None if held == {expected} else STALE_READ
+        return None if held == {self.round.of(state)} else STALE_READ
 
 
 @dataclass(frozen=True)
@@ -232,22 +242,23 @@ class ReadEnd(_Always):
 
 
 @dataclass(frozen=True)
-class NextRound(_Always):
-    """Counts the round; the reference rank takes everybody's generations down instead."""
+class EndOfLoop(_Always):
+    """Counts the rounds of a loop; the reference takes everybody else down by as many instead."""
 
-    generation: Cell
-    values: list[int] | None
+    counter: Cell
+    rounds: int
+    generations: list[int] | None
     quiet: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
-        return f"next round of {self.generation.name}"
+        return f"end of loop of {self.counter.name}"
 
     def apply(self, state: bytearray) -> str | None:
-        if self.values is None:
-            state[self.generation.at] = (state[self.generation.at] + 1) % GENERATIONS
+        if self.generations is None:
+            state[self.counter.at] = (state[self.counter.at] + self.rounds) % GENERATIONS
             return None
-        for at in self.values:
-            if at != self.generation.at and state[at] < GENERATIONS:
-                state[at] = (state[at] - 1) % GENERATIONS
+        for at in self.generations:
+            if at != self.counter.at and state[at] < GENERATIONS:
+                state[at] = (state[at] - self.rounds) % GENERATIONS
         return None

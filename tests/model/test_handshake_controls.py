@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from broken_schedules import WRONG, Wrong
+from broken_schedules import WRONG
+from handshake_model import Wrong
 from state_space import explore
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "handshake.md"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import stream_steps
 from broken_schedules import WRONG
-from handshake_model import Host, Protocol, Scenario
+from handshake_model import Scenario
+from host_calls import Host
 from schedules import SAFE, one_channel
 from state_space import Assembly, explore
 from stream_steps import Await, Record, Reset, Signal, Wait
@@ -54,7 +55,7 @@ def test_events_have_one_recorder_and_one_waiter(scenario: Scenario) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(s for s in SMALL if s.name in {"one channel", "two graphs serialised"}),
+        *(s for s in SMALL if s.name in {"one channel", "two graphs on one stream"}),
         *(w.scenario for w in WRONG if w.scenario.name in {"no open", "reset before wait"}),
     ],
     ids=lambda scenario: scenario.name,
@@ -100,4 +101,4 @@ def test_bounds_are_said() -> None:
             one_channel(host)
 
     with pytest.raises(ValueError, match="stream rank 0 copy has 300 steps, not 1 to 254"):
-        Scenario("too long", 2, long_round, Protocol()).model()
+        Scenario("too long", 2, long_round).model()

@@ -1,0 +1,91 @@
+"""What the operators are compared with: permute, NCCL all-to-all, unpack; and plain captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.shapes import Shape
+
+WARM_UP = 3
+
+
+class NcclScatter:
+    """``(B, S_local, H, D) -> (B, S_global, H_local, D)``, into buffers allocated once."""
+
+    def __init__(self, shape: Shape, context: RankContext, dtype: torch.dtype) -> None:
+        """Allocate; packing is part of every call."""
+        batch, rows, heads, dim = shape.local_source(context.world_size)
+        self._heads = (context.world_size, heads // context.world_size)
+        blocks = (context.world_size, batch, rows, heads // context.world_size, dim)
+        self._packed = torch.empty(blocks, dtype=dtype, device=context.device)
+        self._received = torch.empty_like(self._packed)
+        self._window = shape.local_window(context.world_size)
+
+    def start(self, x: Tensor, *, later: bool = False) -> Any:
+        """Pack and exchange; with ``later``, on NCCL's stream, and the work to wait for."""
+        self._packed.copy_(x.unflatten(2, self._heads).permute(2, 0, 1, 3, 4))
+        return dist.all_to_all_single(self._received, self._packed, async_op=later)
+
+    def result(self) -> Tensor:
+        """What was received; one batch needs no unpacking."""
+        return self._received.transpose(0, 1).reshape(self._window)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange ``x``."""
+        self.start(x)
+        return self.result()
+
+
+class NcclGather:
+    """``(B, S_global, H_local, D) -> (B, S_local, H, D)``, into buffers allocated once."""
+
+    def __init__(self, shape: Shape, context: RankContext, dtype: torch.dtype) -> None:
+        """Allocate; unpacking is part of every call."""
+        batch, rows, heads, dim = shape.local_source(context.world_size)
+        self._rows = (context.world_size, rows)
+        blocks = (context.world_size, batch, rows, heads // context.world_size, dim)
+        self._received = torch.empty(blocks, dtype=dtype, device=context.device)
+        self._out = torch.empty((batch, rows, heads, dim), dtype=dtype, device=context.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange ``x``; one batch needs no packing."""
+        blocks = x.unflatten(1, self._rows).transpose(0, 1).contiguous()
+        dist.all_to_all_single(self._received, blocks)
+        world_size, heads = self._received.shape[0], self._received.shape[3]
+        self._out.unflatten(2, (world_size, heads)).copy_(self._received.permute(1, 2, 0, 3, 4))
+        return self._out
+
+
+class PlainGraph:
+    """A CUDA graph of something that is not ours, captured on every rank at once."""
+
+    def __init__(self, context: RankContext, run: Callable[[], Any], what: str) -> None:
+        """Warm up, line up and capture. Collective."""
+        side = torch.cuda.Stream(context.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        context.line_up(f"warm-up of {what}")
+        self._graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog, another thread, goes on asking for events meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.output = run()
+        context.line_up(f"capture of {what}")
+
+    def run(self) -> Any:
+        """Replay on the current stream."""
+        self._graph.replay()
+        return self.output
+
+    def close(self) -> None:
+        """Give the graph back; nothing of it may be in flight."""
+        self._graph.reset()
+        self.output = None

@@ -1,0 +1,240 @@
+"""Writes the tables of README.md from docs/results, or checks with ``--check`` that they are current.
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; all between them belongs to
+this tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ulysses_ops.tools.results import Row, rows_from_json
+
+MARKED = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+NOTHING = "Nothing recorded yet.\n"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of docs/results."""
+
+    folder: str
+    name: str
+    content: dict[str, Any]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its rows; none for the record of a test run."""
+        return rows_from_json(self.content.get("rows", []))
+
+    def caption(self) -> str:
+        """Where, what and when, in one line."""
+        content = self.content
+        place = "CPU" if content["gpu"] == "cpu" else f"{content['gpu_count']}x {content['gpu']}"
+        versions = [
+            f"{name} {content[key]}"
+            for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl"))
+            if content.get(key)
+        ]
+        commit = (content.get("commit") or "unknown")[:12]
+        told = [place, *versions, f"torch {content['torch']}", f"commit {commit}"]
+        return f"{', '.join(told)}, {content['date'][:10]} (`{self.folder}/{self.name}.json`):\n\n"
+
+
+def read_records(results: Path) -> list[Record]:
+    """Every file of a results folder, in the order of their paths."""
+    return [
+        Record(path.parent.name, path.stem, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/*.json"))
+    ]
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rules = ["---", *("---:" for _ in head[1:])]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rules, *lines))
+
+
+def _number(value: float | None, digits: int, suffix: str = "") -> str:
+    return "" if value is None else f"{value:,.{digits}f}{suffix}"
+
+
+def _yes(exact: bool | None) -> str:
+    return "" if exact is None else "yes" if exact else "**no**"
+
+
+def _detail(row: Row, key: str) -> Any:
+    return (row.details or {}).get(key)
+
+
+def exchange_table(record: Record) -> str:
+    """One scatter or gather a line: ours beside NCCL and the flat copy."""
+    lines = [
+        (
+            f"{row.op}, {row.model}, {row.mode}",
+            _number(row.bytes_per_peer / 1e6, 1),
+            _number(row.median_us, 1),
+            _number(row.p99_us, 1),
+            _number(row.busbw_gbs, 0),
+            _number(row.percent_of_flat, 0, " %"),
+            _number(row.x_nccl_eager, 2),
+            _number(row.x_nccl_graph, 2),
+            _yes(row.exact),
+        )
+        for row in record.rows
+        if row.op in ("scatter", "gather") and _detail(row, "variant") == "ours"
+    ]
+    head = (
+        "operator",
+        "MB to a peer",
+        "median us",
+        "p99 us",
+        "GB/s",
+        "of a flat copy",
+        "x NCCL eager",
+        "x NCCL in a graph",
+        "exact",
+    )
+    return _markdown(head, lines) if lines else ""
+
+
+def attention_table(record: Record) -> str:
+    """One shape a line: the step in a graph, by what moves the bytes, and what that adds."""
+    by_model: dict[str, dict[str, Row]] = {}
+    for row in record.rows:
+        if row.op == "attention_step" and row.mode == "graph":
+            by_model.setdefault(row.model, {})[str(_detail(row, "variant"))] = row
+    lines = []
+    for model, rows in by_model.items():
+        if not {"ours", "baseline", "overlapped", "compute"} <= set(rows):
+            continue
+        ours, compute = rows["ours"], rows["compute"]
+        _, seq, heads, _ = ours.shape
+        times = (
+            f"{_number(rows[key].median_us, 0)} (+{_number(rows[key].tax_percent, 1)} %)"
+            for key in ("ours", "baseline", "overlapped")
+        )
+        lines.append(
+            (
+                f"{model}, S={seq}, H={heads}",
+                _number(compute.median_us, 0),
+                *times,
+                _number(ours.x_nccl_graph, 3),
+                _number(ours.x_nccl_eager, 3),
+                _yes(ours.exact),
+            )
+        )
+    head = (
+        "attention step in a graph, us",
+        "compute only",
+        "ours",
+        "NCCL",
+        "NCCL, overlapped",
+        "x NCCL in a graph",
+        "x NCCL eager",
+        "exact",
+    )
+    return _markdown(head, lines) if lines else ""
+
+
+def costs_table(record: Record) -> str:
+    """Handshake on the device, and the host's part of calls."""
+    lines = []
+    for row in record.rows:
+        if row.op == "handshake round":
+            lines.append(("one handshake, in a graph", _number(_detail(row, "handshake_us"), 1)))
+            lines.append(("round of a few bytes, in a graph", _number(row.median_us, 1)))
+        elif row.op.startswith("host cost"):
+            lines.append((row.op, _number(row.median_us, 1)))
+    return _markdown(("cost", "median us"), lines) if lines else ""
+
+
+def replays_table(record: Record) -> str:
+    """One shape a line: replays with skewed ranks and new data, and wrong elements."""
+    lines = [
+        (
+            f"{row.model}, {list(row.shape)}",
+            str(row.world_size) + (" (sharing GPUs)" if _detail(row, "shared_gpus") else ""),
+            _number(_detail(row, "replays_done"), 0),
+            _number(_detail(row, "mismatches"), 0),
+        )
+        for row in record.rows
+        if row.op == "replayed exchange"
+    ]
+    return _markdown(("exchange", "ranks", "replays", "mismatches"), lines) if lines else ""
+
+
+def tests_table(record: Record) -> str:
+    """Outcome of a run of the test suite, and the trees that were tested."""
+    content = record.content
+    if "trees" not in content:
+        return ""
+    trees = ", ".join(f"{name} {tree[:12]}" for name, tree in (content["trees"] or {}).items())
+    counts = [str(len(content[outcome])) for outcome in ("passed", "failed", "skipped")]
+    line = (content.get("selection") or "all", *counts, trees or "unknown")
+    return _markdown(("tests", "passed", "failed", "skipped", "git trees"), [line])
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "exchange": exchange_table,
+    "attention": attention_table,
+    "costs": costs_table,
+    "replays": replays_table,
+    "tests": tests_table,
+}
+
+
+def render(name: str, records: Sequence[Record]) -> str:
+    """The table of this name from every record that has something for it.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    if name not in TABLES:
+        message = f"readme_tables: table:{name} is unknown; choose from {list(TABLES)}"
+        raise ValueError(message)
+    on_gpu = [record for record in records if record.content["gpu"] != "cpu"]
+    made = [(record, TABLES[name](record)) for record in on_gpu]
+    return "\n".join(record.caption() + table for record, table in made if table) or NOTHING
+
+
+def regenerate(text: str, records: Sequence[Record]) -> str:
+    """``text`` with every marked table written anew."""
+    return MARKED.sub(lambda m: f"{m[1]}{render(m[2], records)}{m[3]}", text)
+
+
+def update_tables(
+    readme: Annotated[Path, typer.Option(help="File with marked tables.")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
+    check: Annotated[bool, typer.Option(help="Change nothing; fail if not current.")] = False,
+) -> None:
+    """Write the tables of README.md from docs/results."""
+    before = readme.read_text()
+    after = regenerate(before, read_records(results))
+    if before == after:
+        typer.echo(f"{readme}: tables are current")
+        return
+    if check:
+        typer.echo(
+            f"{readme}: tables are not those of {results}; run "
+            f"python -m ulysses_ops.tools.readme_tables",
+            err=True,
+        )
+        raise typer.Exit(1)
+    readme.write_text(after)
+    typer.echo(f"{readme}: tables written")
+
+
+def main() -> None:
+    """Entry point."""
+    typer.run(update_tables)
+
+
+if __name__ == "__main__":
+    main()

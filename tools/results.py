@@ -1,0 +1,250 @@
+"""Results as JSON files: machine facts and rows, written by the tools alone."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.tools.timing import Summary
+from ulysses_ops.topology import probe
+
+Mode = Literal["eager", "graph"]
+TREES = ("csrc", "ulysses_ops", "graphs")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where something ran. ``gpu`` is ``cpu`` where no GPU took part."""
+
+    host: str
+    gpu: str
+    gpu_count: int
+    driver: str | None
+    torch: str
+    cuda: str | None
+    nccl: str | None
+    python: str
+
+    @property
+    def folder(self) -> str:
+        """``<gpu>-x<count>`` as in ``docs/results``, or ``cpu``."""
+        return "cpu" if self.gpu == "cpu" else f"{gpu_slug(self.gpu)}-x{self.gpu_count}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured or checked operation; what does not apply is ``None``.
+
+    Attributes:
+        op: What was run.
+        shape: ``[B, S_global, H, D]``.
+        dtype: Element type.
+        world_size: Number of ranks.
+        transport: What moved the bytes; ``"none"`` for computation alone.
+        mode: Launched call by call, or replayed as part of a graph.
+        median_us: Median time a call of the slowest rank, in microseconds.
+        p99_us: 99th percentile of the slowest rank.
+        exact: Whether the output was found bit-exact; ``None`` where there is nothing to compare.
+        bytes_per_peer: Bytes sent to each peer.
+        model: Whose shape it is.
+        spread_us: Smallest and largest median of a round.
+        samples: Samples of a rank.
+        algbw_gbs: All bytes of a rank's tensor over the median, 1e9 bytes a second.
+        busbw_gbs: Bytes sent to peers over the median.
+        percent_of_flat: Of the speed of flat peer copies of the same bytes in the same rounds.
+        nccl_us: Median of NCCL in the same mode.
+        x_nccl_eager: NCCL's eager time over this, paired by round.
+        x_nccl_graph: NCCL's time in a graph over this, paired by round.
+        tax_percent: Time added to computation alone, paired by round.
+        details: What only this operation has.
+    """
+
+    op: str
+    shape: tuple[int, int, int, int]
+    dtype: str
+    world_size: int
+    transport: str
+    mode: Mode
+    median_us: float | None
+    p99_us: float | None
+    exact: bool | None
+    bytes_per_peer: int
+    model: str = ""
+    spread_us: tuple[float, float] | None = None
+    samples: int | None = None
+    algbw_gbs: float | None = None
+    busbw_gbs: float | None = None
+    percent_of_flat: float | None = None
+    nccl_us: float | None = None
+    x_nccl_eager: float | None = None
+    x_nccl_graph: float | None = None
+    tax_percent: float | None = None
+    details: dict[str, Any] | None = None
+
+    @classmethod
+    def of_times(
+        cls,
+        op: str,
+        shape: Shape,
+        *,
+        world_size: int,
+        transport: str,
+        mode: Mode,
+        times: Summary,
+        exact: bool | None,
+        bytes_per_peer: int,
+        dtype: str = "bfloat16",
+        is_exchange: bool = True,
+        **more: Any,
+    ) -> Row:
+        """A row of measured times; an exchange alone has bandwidths, too."""
+        to_peers = bytes_per_peer * (world_size - 1) if is_exchange else 0
+        seconds = times.median_us * 1e-6
+        return cls(
+            op,
+            shape.dims,
+            dtype,
+            world_size,
+            transport,
+            mode,
+            times.median_us,
+            times.p99_us,
+            exact,
+            bytes_per_peer,
+            model=shape.title,
+            spread_us=times.spread_us,
+            samples=times.samples,
+            algbw_gbs=bytes_per_peer * world_size / seconds / 1e9 if to_peers else None,
+            busbw_gbs=to_peers / seconds / 1e9 if to_peers else None,
+            **more,
+        )
+
+
+def gpu_slug(name: str) -> str:
+    """Name of a GPU as part of a path: ``NVIDIA H200`` is ``h200``."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")) or "gpu"
+
+
+def read_machine(device: torch.device, gpu_count: int) -> Machine:
+    """Facts about this machine; asks the GPU of a process that uses it already."""
+    on_gpu = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else None
+    driver = probe(device).driver_version.value if on_gpu else None
+    return Machine(
+        host=platform.node(),
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        gpu_count=gpu_count,
+        driver=None if driver is None else str(driver),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        nccl=None if nccl is None else ".".join(str(part) for part in nccl),
+        python=platform.python_version(),
+    )
+
+
+def read_commit() -> str | None:
+    """The commit that is checked out, with ``-dirty`` where files differ; ``None`` without git."""
+    head = _git("rev-parse", "HEAD")
+    if head is None or _git("rev-parse", "HEAD:csrc") is None:  # none, or some other repository
+        return None
+    return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def read_trees() -> dict[str, str] | None:
+    """Git tree ids of the tested code in the commit that is checked out; ``None`` without git."""
+    ids = {name: _git("rev-parse", f"HEAD:{name}") for name in TREES}
+    return {name: tree for name, tree in ids.items() if tree is not None} or None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def write_results(
+    folder: Path,
+    name: str,
+    machine: Machine,
+    commit: str | None,
+    content: dict[str, Any],
+) -> Path:
+    """Write ``<folder>/<gpu>-x<count>/<name>.json`` and return its path.
+
+    Args:
+        folder: ``docs/results``, usually.
+        name: What was run, without suffix.
+        machine: Where it ran.
+        commit: What was run; read from git when ``None``.
+        content: More entries, after the header.
+    """
+    path = folder / machine.folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        **asdict(machine),
+        "commit": commit or read_commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    path.write_text(json.dumps({**header, **content}, indent=1) + "\n")
+    return path
+
+
+def rows_to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows for :func:`write_results`; what does not apply is left out, ``exact`` never is."""
+    kept = ("median_us", "p99_us", "exact")
+    return [
+        {key: _rounded(v) for key, v in asdict(row).items() if v is not None or key in kept}
+        for row in rows
+    ]
+
+
+def rows_from_json(entries: Sequence[dict[str, Any]]) -> list[Row]:
+    """Rows of a results file.
+
+    Raises:
+        ValueError: an entry has a field that no row has, or lacks one that every row has.
+    """
+    known = {field.name for field in fields(Row)}
+    rows = []
+    for entry in entries:
+        unknown = sorted(set(entry) - known)
+        if unknown:
+            message = (
+                f"results: a row has unknown fields {unknown}; it was written by another version"
+            )
+            raise ValueError(message)
+        lists = {key: tuple(v) for key, v in entry.items() if isinstance(v, list)}
+        try:
+            rows.append(Row(**{**entry, **lists}))
+        except TypeError as error:
+            message = f"results: a row is incomplete: {error}"
+            raise ValueError(message) from error
+    return rows
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, tuple):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,77 @@
+"""Problem sizes: what the models of the benchmark exchange in one attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Global shape of one of Q, K, V.
+
+    Attributes:
+        key: Short name on the command line.
+        title: Name in tables.
+        seq: ``S_global``.
+        heads: H.
+        head_dim: D.
+        batch: B.
+    """
+
+    key: str
+    title: str
+    seq: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        """``(B, S_global, H, D)``."""
+        return (self.batch, self.seq, self.heads, self.head_dim)
+
+    def local_source(self, world_size: int) -> tuple[int, int, int, int]:
+        """``(B, S_local, H, D)``: what a rank sends by scatter and receives by gather."""
+        return (self.batch, self.seq // world_size, self.heads, self.head_dim)
+
+    def local_window(self, world_size: int) -> tuple[int, int, int, int]:
+        """``(B, S_global, H_local, D)``: what a rank receives by scatter and sends by gather."""
+        return (self.batch, self.seq, self.heads // world_size, self.head_dim)
+
+    def bytes_per_peer(self, world_size: int, itemsize: int) -> int:
+        """Bytes that a rank sends to one peer, the same for scatter and gather."""
+        rows, heads = self.seq // world_size, self.heads // world_size
+        return self.batch * rows * heads * self.head_dim * itemsize
+
+    def fits(self, world_size: int) -> bool:
+        """Whether it can be split evenly."""
+        return self.seq % world_size == 0 and self.heads % world_size == 0
+
+
+PRODUCTION = (
+    Shape("wan-480p", "Wan 480p", 32760, 40, 128),
+    Shape("flux", "FLUX", 4608, 24, 128),
+    Shape("lingbot", "LingBot", 6240, 40, 128),
+    Shape("minimax-h3", "MiniMax-H3", 37888, 56, 128),
+)
+SMALL_STEP = Shape("small", "small step", 4096, 8, 64)
+FUNCTIONAL = (
+    Shape("tiny", "tiny", 64, 4, 32),
+    Shape("batch", "batch of 2", 96, 8, 64, batch=2),
+    Shape("odd", "odd row size", 30, 6, 5),
+)
+
+
+def select_shapes(keys: str) -> tuple[Shape, ...]:
+    """Production shapes named in a comma-separated list; all of them for ``"all"``.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    known = {shape.key: shape for shape in PRODUCTION}
+    wanted = list(known) if keys == "all" else [key.strip() for key in keys.split(",")]
+    unknown = [key for key in wanted if key not in known]
+    if unknown:
+        message = f"shapes: {unknown} are unknown; choose from {list(known)} or 'all'"
+        raise ValueError(message)
+    return tuple(known[key] for key in wanted)

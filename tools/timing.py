@@ -1,0 +1,159 @@
+"""Interleaved timing of variants on all ranks, and the statistics of its samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ulysses_ops.tools.launch import RankContext
+
+LEAD_IN = 2  # calls ahead of the first event: they absorb what the line-up left of skew
+MIN_COUNT = 3
+MAX_COUNT = 500
+
+Rounds = list[list[float]]  # microseconds a call: rounds of samples
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Something to time.
+
+    Attributes:
+        run: Enqueues it on the current stream; on every rank alike.
+        calls: Calls of the operator in one run; times are for one call.
+    """
+
+    run: Callable[[], object]
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        rounds: Rounds; every variant is timed once in each.
+        batch_ms: Time to spend on a variant in one round, in milliseconds.
+    """
+
+    rounds: int = 10
+    batch_ms: float = 60.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One variant over all ranks, in microseconds a call.
+
+    Attributes:
+        median_us: Median of the slowest rank.
+        p99_us: 99th percentile of the slowest rank.
+        round_us: Median of each round, of the rank that was slowest in it.
+        samples: Samples of a rank.
+    """
+
+    median_us: float
+    p99_us: float
+    round_us: tuple[float, ...]
+    samples: int
+
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """Smallest and largest median of a round."""
+        return (min(self.round_us), max(self.round_us))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest-rank percentile: the smallest value that at least ``percent`` % do not exceed.
+
+    Raises:
+        ValueError: there are no values, or ``percent`` is not in (0, 100].
+    """
+    if not values or not 0 < percent <= 100:
+        message = (
+            f"percentile: {percent} of {len(values)} values; needs 0 < percent <= 100 and values"
+        )
+        raise ValueError(message)
+    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
+
+
+def summarise(by_rank: Sequence[Rounds]) -> Summary:
+    """Put the samples of all ranks together; the slowest rank counts.
+
+    Raises:
+        ValueError: no rank, no round, or a rank with another number of rounds.
+    """
+    counts = {len(rounds) for rounds in by_rank}
+    if len(counts) != 1 or 0 in counts:
+        message = (
+            f"summarise: the ranks measured {sorted(counts)} rounds; needs the same, at least 1"
+        )
+        raise ValueError(message)
+    flat = [[sample for samples in rounds for sample in samples] for rounds in by_rank]
+    by_round = zip(*by_rank, strict=True)
+    return Summary(
+        median_us=max(statistics.median(samples) for samples in flat),
+        p99_us=max(percentile(samples, 99) for samples in flat),
+        round_us=tuple(max(statistics.median(s) for s in samples) for samples in by_round),
+        samples=len(flat[0]),
+    )
+
+
+def paired_ratio(slow: Summary, fast: Summary) -> float:
+    """Median over rounds of ``slow / fast``: what moves both between rounds cancels.
+
+    Raises:
+        ValueError: they were not measured in the same rounds.
+    """
+    return statistics.median(a / b for a, b in zip(slow.round_us, fast.round_us, strict=True))
+
+
+def measure(
+    context: RankContext, variants: Mapping[str, Variant], effort: Effort, what: str
+) -> dict[str, Summary]:
+    """Time all variants in turn, round after round, and summarise over the ranks. Collective."""
+    counts = {name: _agree_count(context, variants[name], effort, name) for name in variants}
+    rounds: dict[str, Rounds] = {name: [] for name in variants}
+    for number in range(effort.rounds):
+        context.progress(f"{what}: round {number + 1} of {effort.rounds}")
+        for name, variant in variants.items():
+            context.line_up(f"{what}, {name}")
+            samples = time_runs(context, variant.run, counts[name], f"{what}, {name}")
+            rounds[name].append([sample / variant.calls for sample in samples])
+    by_rank = context.gather(rounds)
+    return {name: summarise([rank[name] for rank in by_rank]) for name in variants}
+
+
+def _agree_count(context: RankContext, variant: Variant, effort: Effort, name: str) -> int:
+    """Runs in a batch: the same on every rank, or they would wait for each other for ever."""
+    context.line_up(f"estimate of {name}")
+    estimate_us = statistics.median(time_runs(context, variant.run, MIN_COUNT, name))
+    slowest_us: float = max(context.gather(estimate_us))
+    wanted = math.ceil(effort.batch_ms * 1e3 / max(slowest_us, 1e-3))
+    return max(MIN_COUNT, min(MAX_COUNT, wanted))
+
+
+def time_runs(
+    context: RankContext, run: Callable[[], object], count: int, what: str
+) -> list[float]:
+    """Microseconds of each of ``count`` runs, one right after the other."""
+    for _ in range(LEAD_IN):
+        run()
+    if context.device.type == "cpu":
+        stamps = [time.perf_counter()]
+        for _ in range(count):
+            run()
+            stamps.append(time.perf_counter())
+        return [(after - before) * 1e6 for before, after in pairwise(stamps)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    context.finish(what)
+    return [before.elapsed_time(after) * 1e3 for before, after in pairwise(events)]
