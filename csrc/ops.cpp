@@ -87,6 +87,10 @@ void set_signal(int64_t number, int64_t signal_kind) {
   LockedGroup(number, "signal")->path().kind = static_cast<SignalKind>(signal_kind);
 }
 
+void set_fault(int64_t number, int64_t fault) {
+  LockedGroup(number, "fault")->path().fault = static_cast<Fault>(fault);
+}
+
 void announce_probe(int64_t number, int64_t value) {
   const LockedGroup group(number, "probe");
   Signal signal = group->probe_signal();
@@ -261,6 +265,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
       "-> int");
   m.def("_ce_destroy_group(int group) -> ()");
   m.def("_ce_set_signal(int group, int signal_kind) -> ()");
+  m.def("_ce_set_fault(int group, int fault) -> ()");
   m.def("_ce_announce_probe(int group, int value) -> ()");
   m.def("_ce_read_probe(int group, int world_size) -> int[]");
   m.def("_ce_run_handshakes(int group, int num_pairs) -> ()");
@@ -297,6 +302,7 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_create_group", TORCH_BOX(&create_group));
   m.impl("_ce_destroy_group", TORCH_BOX(&destroy_group));
   m.impl("_ce_set_signal", TORCH_BOX(&set_signal));
+  m.impl("_ce_set_fault", TORCH_BOX(&set_fault));
   m.impl("_ce_announce_probe", TORCH_BOX(&announce_probe));
   m.impl("_ce_read_probe", TORCH_BOX(&read_probe));
   m.impl("_ce_run_handshakes", TORCH_BOX(&run_handshakes));

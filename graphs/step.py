@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,19 +164,39 @@ def capture_step(
             f"use a CUDA device and transport 'ce' or 'nccl'"
         )
         raise UlyssesError(message)
+    if torch.cuda.is_current_stream_capturing():
+        message = "capture_step: this stream is being captured already; end that capture first"
+        raise UlyssesError(message)
     static = tuple(value.detach().clone() for value in inputs)
-    _agree(comm, "warm-up", lambda: _warm_up(comm, step, static, warmup))
-    captured = _agree(comm, "capture", lambda: _capture(comm, step, static))
-    return CapturedStep(comm, captured[0], static, captured[1], captured[2])
+    _, failures = comm.agreement.attempt("warm-up", lambda: _warm_up(comm, step, static, warmup))
+    _raise_failures("warm-up", failures)
+    captured, failures = comm.agreement.attempt("capture", lambda: _capture(comm, step, static))
+    if failures and captured is not None:
+        captured.discard(comm.copy_engine)
+    _raise_failures("capture", failures)
+    assert captured is not None
+    return CapturedStep(comm, captured.graph, static, captured.outputs, captured.number)
 
 
-def _agree(comm: UlyssesCommunicator, topic: str, work: Callable[[], Any]) -> Any:
-    """Do ``work`` on every rank; raise on every rank if it failed on one."""
-    value, failures = comm.agreement.attempt(topic, work)
+def _raise_failures(topic: str, failures: list[str]) -> None:
     if failures:
         message = f"capture_step: {topic} failed on {'; '.join(failures)}"
         raise UlyssesError(message)
-    return value
+
+
+@dataclass
+class _Captured:
+    """What one rank has captured, until all ranks have."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+    number: int  # id of the capture; 0 where no copy engine takes part
+
+    def discard(self, engine: CopyEngineGroup | None) -> None:
+        self.outputs = None
+        self.graph.reset()
+        if engine is not None:
+            engine.forget_capture(self.number)
 
 
 def _warm_up(
@@ -199,28 +220,27 @@ def _warm_up(
 
 def _capture(
     comm: UlyssesCommunicator, step: Callable[..., Any], static: tuple[Tensor, ...]
-) -> tuple[torch.cuda.CUDAGraph, Any, int]:
-    graph = torch.cuda.CUDAGraph()
-    capture = 0
-    outputs = None
+) -> _Captured:
+    engine = comm.copy_engine
+    captured = _Captured(torch.cuda.CUDAGraph(), None, 0)
     cause: Exception | None = None
     try:
         # Other threads (the watchdog of NCCL, say) may go on using CUDA meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(captured.graph, capture_error_mode="thread_local"):
             try:
-                capture = 0 if comm.copy_engine is None else comm.copy_engine.current_capture()
-                outputs = step(*static)
+                captured.number = 0 if engine is None else engine.current_capture()
+                captured.outputs = step(*static)
                 _refuse_pending(comm)
             except Exception as error:
                 cause = error
                 raise
-    except Exception as error:
-        if comm.copy_engine is not None:
-            comm.copy_engine.abandon_captures()
-            comm.copy_engine.forget_capture(capture)
+    except Exception as error:  # noqa: BLE001  whatever it was, the ranks must hear of it
+        if engine is not None:
+            engine.abandon_captures()
+            engine.forget_capture(captured.number)
         # Ending a broken capture raises as well; what broke it says more.
         raise cause or error from None
-    return graph, outputs, capture
+    return captured
 
 
 def _refuse_pending(comm: UlyssesCommunicator) -> None:

@@ -6,7 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 from rank_pool import RankPool
+
+PoolOf = Callable[[int], RankPool]
+GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs that are not there."""
+    there = torch.cuda.device_count()
+    for item in items:
+        for folder, needed in GPUS_NEEDED.items():
+            if folder in item.path.parts:
+                item.add_marker(getattr(pytest.mark, folder))
+                if there < needed:
+                    item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {there}"))
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +33,33 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
                 pools[world_size] = stack.enter_context(RankPool(world_size))
+            return pools[world_size]
+
+        yield pool_of
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two ranks, a GPU each, with NCCL for CUDA and gloo for CPU tensors."""
+    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def crowd() -> Iterator[PoolOf]:
+    """Pools of more ranks than GPUs, over gloo: correct, never fast."""
+    there = torch.cuda.device_count()
+    with ExitStack() as stack:
+        pools: dict[int, RankPool] = {}
+
+        def pool_of(world_size: int) -> RankPool:
+            if world_size not in pools:
+                pool = RankPool(
+                    world_size,
+                    env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+                    devices=[rank % there for rank in range(world_size)],
+                )
+                pools[world_size] = stack.enter_context(pool)
             return pools[world_size]
 
         yield pool_of

@@ -40,6 +40,7 @@ VARIANTS = (
     "baseline graph",
     "baseline eager",
     "overlapped graph",
+    "overlapped eager",
     "compute graph",
     "compute eager",
 )
@@ -48,6 +49,7 @@ COMPARED = (
     ("ours eager", "baseline eager"),
     ("ours graph", "baseline graph"),
     ("overlapped graph", "baseline graph"),
+    ("overlapped eager", "baseline eager"),
 )
 
 
@@ -194,6 +196,7 @@ def attention_rows(
             variants["compute eager"] = Variant(lambda: step.compute_only(x))
         variants["ours eager"] = Variant(lambda: step.ours(x))
         variants["baseline eager"] = Variant(lambda: step.baseline(x))
+        variants["overlapped eager"] = Variant(lambda: step.overlapped(x))
         exact: dict[str, bool | None] = dict.fromkeys(variants)
         for one, other in COMPARED:
             if one in variants and other in variants:

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from docs/results, or checks with ``--check`` that they are current.
+"""Writes the tables of README.md from docs/results, or with ``--check`` says if they are current.
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; all between them belongs to
 this tool.

@@ -82,7 +82,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of one phase of a test."""
         if report.failed:
-            self._failed[report.nodeid] = f"{report.when}: {_last_line(report.longreprtext)}"
+            self._failed[report.nodeid] = f"{report.when}: {_crash(report)}"
         elif report.skipped:
             expected = getattr(report, "wasxfail", None)
             reason = (
@@ -105,6 +105,14 @@ class Recorder:
             "skipped": self._skipped,
         }
         write_results(self._folder, "tests", machine, self._commit, content)
+
+
+def _crash(report: pytest.TestReport) -> str:
+    """What went wrong, in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return _last_line(report.longreprtext)
+    return str(crash.message).splitlines()[0][:500]
 
 
 def _reason(longrepr: object) -> str:

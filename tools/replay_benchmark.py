@@ -6,7 +6,6 @@ and nothing about their speed.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,7 +190,6 @@ def _plan_functional(world_size: int, replays: int, limit_s: float, transport: s
 
 def main() -> None:
     """Entry point of the console script."""
-    os.environ.setdefault("OMP_NUM_THREADS", "4")
     typer.run(run_benchmark)
 
 

@@ -172,9 +172,7 @@ class CopyEngineGroup:
     def window_states(self) -> dict[int, tuple[int, int]]:
         """Address of each window -> when it was last used (higher is later), graphs that use it."""
         numbers = torch.ops.ulysses._ce_window_states(self.number)
-        return {
-            numbers[i]: (numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)
-        }
+        return {numbers[i]: (numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)}
 
     def forget_capture(self, capture: int) -> None:
         """The graph of this capture is gone: it pins no window any more."""

@@ -270,7 +270,9 @@ def _why_eligible(topologies: Sequence[Topology]) -> str:
 def _warnings(topologies: Sequence[Topology]) -> tuple[str, ...]:
     """Return what costs speed on the copy-engine path."""
     slow = [rank for rank, topology in enumerate(topologies) if topology.max_connections == "1"]
-    return (f"{_ranks(slow)}: CUDA_DEVICE_MAX_CONNECTIONS=1 loses overlap; unset it",) if slow else ()
+    return (
+        (f"{_ranks(slow)}: CUDA_DEVICE_MAX_CONNECTIONS=1 loses overlap; unset it",) if slow else ()
+    )
 
 
 def _left_out(topologies: Sequence[Topology]) -> tuple[str, ...]:
@@ -280,7 +282,9 @@ def _left_out(topologies: Sequence[Topology]) -> tuple[str, ...]:
         for rank, topology in enumerate(topologies)
         if topology.flush_remote_writes.answer != "yes"
     ]
-    return (f"{_ranks(without)}: no flush of remote writes, waits go without it",) if without else ()
+    return (
+        (f"{_ranks(without)}: no flush of remote writes, waits go without it",) if without else ()
+    )
 
 
 def _group_by(items: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .agreement import Agreement
+from .agreement import Agreement, group_store
 from .errors import UlyssesError
 
 MappingKind = Literal["symm_mem", "ipc"]
+RENDEZVOUS_TIMEOUT_S = 5.0  # the ranks have just met: none is far behind
 MAPPING_KINDS: tuple[MappingKind, ...] = ("symm_mem", "ipc")
 
 
@@ -90,13 +92,26 @@ def _allocate_symm_mem(
     _raise_failures("symm_mem", "allocation", num_bytes, failures)
     assert tensor is not None
     handle, failures = agreement.attempt(
-        "rendezvous", lambda: symm_mem.rendezvous(tensor, group.group_name)
+        "rendezvous", lambda: _rendezvous(tensor, group, agreement.timeout_s)
     )
     _raise_failures("symm_mem", "rendezvous", num_bytes, failures)
     assert handle is not None
     pointers = tuple(int(pointer) for pointer in handle.buffer_ptrs)
-    # The allocation and its mappings go when the tensor and the handle do.
+    # torch keeps the peers' mappings with the allocation, which goes when the tensor does.
     return SharedMemory(tensor, pointers, lambda: None)
+
+
+def _rendezvous(tensor: Tensor, group: ProcessGroup, timeout_s: float) -> Any:
+    """Meet inside torch, which waits as long as its store does when a rank has failed."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    store = group_store(group)
+    usual = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+    store.set_timeout(timedelta(seconds=min(timeout_s / 2, RENDEZVOUS_TIMEOUT_S)))
+    try:
+        return symm_mem.rendezvous(tensor, group.group_name)
+    finally:
+        store.set_timeout(usual)
 
 
 class _Export:
@@ -151,29 +166,33 @@ def _allocate_ipc(
     local, handle = exported
     topic = f"ipc/{local:x}"  # distinct among the live exports of this rank; ranks differ by key
     records = agreement.exchange("handles", {"handle": handle, "topic": topic})
-    opened: list[int] = []
-
-    def open_all() -> tuple[int, ...]:
-        pointers = [local] * len(records)
-        for peer, record in enumerate(records):
-            if peer != group.rank():
-                pointers[peer] = ops._ipc_open(record["handle"], device.index)
-                opened.append(pointers[peer])
-        return tuple(pointers)
+    opened: dict[int, int] = {}  # by rank
 
     def release() -> None:
         while opened:
-            ops._ipc_close(opened.pop())
+            ops._ipc_close(opened.popitem()[1])
         for peer, record in enumerate(records):
             if peer != group.rank():
                 agreement.leave(record["topic"], owner=peer)
         _EXPORTS.add(_Export(local, topic, agreement))
 
-    pointers, failures = agreement.attempt("opening", open_all)
+    handles = [record["handle"] for record in records]
+    _, failures = agreement.attempt(
+        "opening", lambda: _open_peers(handles, group.rank(), device, opened)
+    )
     if failures:
         release()
     _raise_failures("ipc", "opening", num_bytes, failures)
-    assert pointers is not None
+    pointers = tuple(opened.get(rank, local) for rank in range(len(records)))
     with torch.cuda.device(device):
         tensor = torch.as_tensor(_DeviceBytes(local, num_bytes), device=device)
     return SharedMemory(tensor, pointers, release)
+
+
+def _open_peers(
+    handles: list[list[int]], rank: int, device: torch.device, opened: dict[int, int]
+) -> None:
+    """Map the memory of every peer; ``opened`` has what was mapped if one of them fails."""
+    for peer, handle in enumerate(handles):
+        if peer != rank:
+            opened[peer] = torch.ops.ulysses._ipc_open(handle, device.index)

@@ -213,7 +213,7 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
     lanes_.order(caller, {lanes_.copy()}, capture);
     follow_reader(channel, caller, capture);
   }
-  if (channel.rounds.count(capture) == 0) {
+  if (channel.rounds.count(capture) == 0 && path_.fault != Fault::kNoOpen) {
     const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
     note_tag(channel, tag);
     handshake({{&channel.empty, tag}}, path_, lanes_.copy());
@@ -291,7 +291,13 @@ void Group::complete(const std::vector<const void*>& windows,
     signals.push_back({&channel->full, tag});
     own_share |= round.own_share;
   }
-  handshake(signals, path_, lanes_.copy());
+  if (path_.fault == Fault::kNoWait) {
+    for (const Signal& signal : signals) {
+      announce(signal, path_, lanes_.copy());
+    }
+  } else {
+    handshake(signals, path_, lanes_.copy());
+  }
   if (own_share) {
     lanes_.order(lanes_.own(), {caller}, capture);
   }

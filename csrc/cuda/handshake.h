@@ -29,10 +29,18 @@ struct SignalWords {
   std::vector<CUdeviceptr> local;   // each peer's word in this rank's memory
 };
 
+// Faults for tests: each takes one half away, and a test that does not notice is blind.
+enum class Fault : int64_t {
+  kNone = 0,
+  kNoOpen = 1,  // copies do not wait until their readers are done
+  kNoWait = 2,  // a completion does not wait for the peers' parts
+};
+
 struct SignalPath {
   SignalKind kind = SignalKind::kWriteValue;
   CUdeviceptr scratch = 0;    // a local word: the source of copied signals
   bool flush_remote = false;  // the device can flush remote writes behind a wait
+  Fault fault = Fault::kNone;
 };
 
 // The words of one channel and the tag that its round is known by.

@@ -252,7 +252,7 @@ def refuse_everywhere(rank: int, world_size: int) -> list[str]:
         ]
         for call in wrong:
             start = time.monotonic()
-            with pytest.raises(ValueError, match=r"^(scatter|gather): .*;") as error:
+            with pytest.raises(ValueError, match=r"^(scatter|gather): ") as error:
                 call()
             assert time.monotonic() - start < 1
             texts.append(str(error.value))

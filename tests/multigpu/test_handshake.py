@@ -1,0 +1,309 @@
+"""The handshake on hardware: stale waits, readers that are not done, order, streams, held SMs.
+
+Every test that could be blind runs again with one half of the handshake taken away, and must then
+see wrong data.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import NO_OPEN, NO_WAIT, communicator, delay, expected, fault, filled, one_window
+from rank_pool import RankPool
+
+from ulysses_ops import Exchange, UlyssesCommunicator, UlyssesError, scatter
+from ulysses_ops.graphs import CapturedStep, capture_step
+from ulysses_ops.windows import Window
+
+SHAPE = (1, 64, 8, 64)
+
+
+def captured_copy(comm: UlyssesCommunicator, window: Window, pause_ms: float = 0.0) -> CapturedStep:
+    """Send the static input into the window, wait on the stream, and read the window."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with Exchange(comm) as exchange:
+            exchange.send(x, window)
+        if pause_ms:
+            delay(pause_ms)
+        return window.tensor.clone()
+
+    return capture_step(comm, step, [filled(window, comm.rank, 0)])
+
+
+def settle() -> None:
+    """Everything issued so far is done on every rank."""
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def replay_with_skew(rank: int, world_size: int, is_faulty: bool) -> int:
+    """50 replays with changing data; each time the other rank comes 20 ms late. No host barrier."""
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        if is_faulty:
+            with fault(comm, NO_WAIT):
+                step = captured_copy(comm, window)
+        else:
+            step = captured_copy(comm, window)
+        settle()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for number in range(1, 51):
+            if number % 2 != rank:
+                delay(20)
+            got = step.replay(filled(window, rank, number))
+            wrong += (got != expected(window, number)).sum()
+        settle()
+        return int(wrong)
+
+
+def test_every_replay_waits_anew(pair: RankPool) -> None:
+    assert pair.run(replay_with_skew, False) == [0, 0]
+
+
+def test_control_a_replay_that_does_not_wait_is_seen(pair: RankPool) -> None:
+    assert max(pair.run(replay_with_skew, True)) > 0
+
+
+def slow_reader(rank: int, world_size: int, mode: str, is_faulty: bool) -> int:
+    """Rank 0 reads its window 3 ms late; rank 1 sends the next round at once."""
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        settle()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        pause = 3.0 if rank == 0 else 0.0
+        steps: CapturedStep | None = None
+        with fault(comm, NO_OPEN if is_faulty else 0):
+            if mode == "graph":
+                steps = captured_copy(comm, window, pause)
+            settle()
+            for number in range(100):
+                x = filled(window, rank, number)
+                if steps is not None:
+                    got = steps.replay(x)
+                else:
+                    with Exchange(comm) as exchange:
+                        exchange.send(x, window)
+                    if pause:
+                        delay(pause)
+                    got = window.tensor
+                wrong += (got != expected(window, number)).sum()
+            settle()
+        return int(wrong)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_no_window_is_overwritten_while_it_is_read(pair: RankPool, mode: str) -> None:
+    assert pair.run(slow_reader, mode, False) == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_control_without_open_the_overwrite_is_seen(pair: RankPool, mode: str) -> None:
+    assert max(pair.run(slow_reader, mode, True)) > 0
+
+
+def too_many_in_flight(rank: int, world_size: int) -> list[str]:
+    """A second send into a window before the first was completed; then all goes on as before."""
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        x = filled(window, rank, 1)
+        exchange = Exchange(comm)
+        exchange.send(x, window)
+        with pytest.raises(UlyssesError) as refused:
+            exchange.send(x, window)
+        exchange.complete()
+        assert torch.equal(window.tensor, expected(window, 1))
+        return [str(refused.value)]
+
+
+def test_more_in_flight_than_windows(pair: RankPool) -> None:
+    for (message,) in pair.run(too_many_in_flight):
+        assert "window 'test' of channel 'test' already has an exchange in flight" in message
+
+
+def runs_ahead(rank: int, world_size: int) -> None:
+    """Rank 1 issues three generations before rank 0 begins its first."""
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        settle()
+        if rank == 0:
+            time.sleep(0.5)
+        results = []
+        for number in range(3):
+            with Exchange(comm) as exchange:
+                exchange.send(filled(window, rank, number), window)
+            results.append(window.tensor.clone())
+        for number, got in enumerate(results):
+            assert torch.equal(got, expected(window, number))
+
+
+def test_a_peer_may_run_ahead(pair: RankPool) -> None:
+    pair.run(runs_ahead, timeout_s=20)
+
+
+def two_streams(rank: int, world_size: int) -> None:
+    """Rounds alternate between two streams; on rank 1 the first is late every time."""
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        settle()
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for number in range(200):
+            stream = streams[number % 2]
+            with torch.cuda.stream(stream):
+                if rank == 1 and number % 2 == 0:
+                    delay(2)
+                x = filled(window, rank, number)
+                with Exchange(comm) as exchange:
+                    exchange.send(x, window)
+                count = (window.tensor != expected(window, number)).sum()
+            torch.cuda.current_stream().wait_stream(stream)
+            wrong += count
+        settle()
+        assert int(wrong) == 0
+
+
+def test_one_group_from_two_streams(pair: RankPool) -> None:
+    pair.run(two_streams, timeout_s=30)
+
+
+def node_order(rank: int, world_size: int) -> list[list[str]]:
+    """The chain of the copy stream in a captured scatter, as kinds of node."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings reads graphs")
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        x = filled(window, rank, 1)
+        scatter_once(comm, window, x)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            scatter_once(comm, window, x)
+        chains = _chains(driver, driver.CUgraph(graph.raw_cuda_graph()))
+        graph.reset()
+        return chains
+
+
+def scatter_once(comm: UlyssesCommunicator, window: Window, x: torch.Tensor) -> None:
+    with Exchange(comm) as exchange:
+        exchange.send(x, window)
+
+
+def _ok(result: tuple[Any, ...]) -> Any:
+    assert int(result[0]) == 0, result[0]
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _chains(driver: Any, graph: Any) -> list[list[str]]:
+    """Every path from a root to a leaf, memory operations written out."""
+    nodes, count = _ok(driver.cuGraphGetNodes(graph, 100))
+    froms, tos, *_, num_edges = _ok(driver.cuGraphGetEdges(graph, 100))
+    successors: dict[int, list[Any]] = {}
+    for source, target in list(zip(froms, tos, strict=False))[:num_edges]:
+        successors.setdefault(int(source), []).append(target)
+    targets = {int(target) for target in tos[:num_edges]}
+
+    def kinds(node: Any) -> list[str]:
+        kind = _ok(driver.cuGraphNodeGetType(node))
+        if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+            return ["copy"]
+        if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+            return [str(kind)]
+        params = _ok(driver.cuGraphBatchMemOpNodeGetParams(node))
+        names = []
+        for op in params.paramArray[: params.count]:
+            is_wait = "WAIT" in str(op.operation)
+            is_reset = not is_wait and int(op.writeValue.value64) == 0
+            names.append("wait" if is_wait else "reset" if is_reset else "signal")
+        return names
+
+    def walk(node: Any) -> list[list[str]]:
+        here = kinds(node)
+        rest = [path for successor in successors.get(int(node), []) for path in walk(successor)]
+        return [here + path for path in rest] or [here]
+
+    roots = [node for node in nodes[:count] if int(node) not in targets]
+    return [path for root in roots for path in walk(root)]
+
+
+def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
+    handshake = ["signal", "wait", "reset"]
+    for chains in pair.run(node_order):
+        assert sorted(chains) == sorted([["copy"], [*handshake, "copy", *handshake]])
+
+
+HOLD = r"""
+extern "C" __global__ void hold(volatile int* release, long long limit) {
+  const long long begin = clock64();
+  while (*release == 0 && clock64() - begin < limit) {}
+}
+"""
+
+
+def with_all_sms_held(rank: int, world_size: int, transport: str) -> tuple[bool, bool]:
+    """Whether an exchange completed while a kernel held every SM, and its result."""
+    hold = torch.cuda._compile_kernel(HOLD, "hold")
+    release = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    with communicator(transport=transport) as comm:
+        window = one_window(comm, (1, 2048, 8, 64))
+        scatter_once(comm, window, filled(window, rank, 1))
+        x, right = filled(window, rank, 2), expected(window, 2)
+        holder, caller = torch.cuda.Stream(), torch.cuda.Stream()
+        one = torch.ones(1, dtype=torch.int32).pin_memory()
+        settle()
+        with torch.cuda.stream(holder):  # the limit, 3 s, only ends a broken test
+            hold(grid=(2 * sms, 1, 1), block=(1024, 1, 1), args=[release, 6_000_000_000])
+        time.sleep(0.05)
+        with torch.cuda.stream(caller):
+            scatter_once(comm, window, x)
+            done = caller.record_event()
+        deadline = time.monotonic() + 0.5
+        while not done.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        completed = done.query()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            release.copy_(one, non_blocking=True)
+        settle()
+        return completed, torch.equal(window.tensor, right)
+
+
+def test_an_exchange_needs_no_sm(pair: RankPool) -> None:
+    assert pair.run(with_all_sms_held, "ce") == [(True, True)] * 2
+
+
+def test_control_nccl_waits_for_sms(pair: RankPool) -> None:
+    assert pair.run(with_all_sms_held, "nccl") == [(False, True)] * 2
+
+
+def pending_at_close(rank: int, world_size: int) -> tuple[float, bool, bool]:
+    """Rank 0 sends, rank 1 never does: close ends the wait, and no result looks good."""
+    from ulysses_ops import communicator as module
+
+    module.CLOSE_TIMEOUT_S = 1.0
+    comm = communicator()
+    scatter(filled(one_window(comm, SHAPE), rank, 0), comm)
+    settle()
+    begin = time.monotonic()
+    nan, warned = False, False
+    if rank == 0:
+        got = scatter(filled(one_window(comm, SHAPE), rank, 0), comm)
+        with pytest.warns(RuntimeWarning, match="peers did not answer within 1 s"):
+            comm.close()
+        warned = True
+        nan = bool(torch.isnan(got).any())
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    comm.close()
+    with communicator() as fresh:  # the process and the group go on
+        got = scatter(filled(one_window(fresh, SHAPE), rank, 5), fresh)
+        assert torch.equal(got, expected(one_window(fresh, SHAPE), 5))
+    return seconds, nan, warned
+
+
+def test_close_releases_a_wait_and_poisons(pair: RankPool) -> None:
+    (seconds, nan, warned), _ = pair.run(pending_at_close, timeout_s=30)
+    assert (nan, warned) == (True, True)
+    assert seconds < 5.0
