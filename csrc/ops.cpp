@@ -1,12 +1,8 @@
-// `_C_cuda`: the private operators of the copy-engine transport: check -> plan -> launch. The
-// public schemas live in ulysses_ops/ops.py. Groups are numbers here because a string argument
-// leaks in the stable ABI's unboxing; the two calls that take names run once a window.
+// `_C_cuda`: the private operators of the copy-engine transport; the public ones are in
+// public_ops.cpp. Groups are numbers here because a string argument leaks in the stable ABI's
+// unboxing; the two calls that take names run once a group or a window.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <array>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,67 +12,24 @@
 #include "cuda/driver.h"
 #include "cuda/group.h"
 #include "cuda/ipc.h"
+#include "registry.h"
 
 namespace ulysses_ops {
 namespace {
 
-using torch::stable::Tensor;
-
-// The only mutable global: groups by number. Never destroyed, since at exit the CUDA runtime may be
-// gone before us.
-struct Registry {
-  std::mutex mutex;
-  std::map<int64_t, std::unique_ptr<Group>> groups;
-  int64_t next = 1;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
-}
-
-// A group with the registry locked: operators run without Python's lock.
-class LockedGroup {
- public:
-  LockedGroup(int64_t number, const char* op) : lock_(registry().mutex) {
-    const auto found = registry().groups.find(number);
-    STD_TORCH_CHECK(found != registry().groups.end(), op,
-                    ": the communicator of this group is closed");
-    group_ = found->second.get();
-  }
-  Group* operator->() const { return group_; }
-
- private:
-  std::lock_guard<std::mutex> lock_;
-  Group* group_;
-};
-
-cudaStream_t current_stream(int64_t device) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(static_cast<int32_t>(device), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-std::array<int64_t, 4> four(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
-  return {values[0], values[1], values[2], values[3]};
-}
-
-int64_t create_group(int64_t rank, int64_t world_size, int64_t device,
+int64_t create_group(std::string name, int64_t rank, int64_t world_size, int64_t device,
                      std::vector<int64_t> word_bases, int64_t signal_kind) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard<std::mutex> lock(Registry::get().mutex());
   SignalPath path;
   path.kind = static_cast<SignalKind>(signal_kind);
   path.flush_remote = device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) == 1;
-  const int64_t number = registry().next++;
-  registry().groups.emplace(number,
-                            std::make_unique<Group>(rank, world_size, device, word_bases, path));
-  return number;
+  return Registry::get().add(std::move(name),
+                             std::make_unique<Group>(rank, world_size, device, word_bases, path));
 }
 
 void destroy_group(int64_t number) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().groups.erase(number);
+  const std::lock_guard<std::mutex> lock(Registry::get().mutex());
+  Registry::get().remove(number);
 }
 
 int64_t words_bytes(int64_t world_size) {
@@ -135,48 +88,6 @@ void add_window(int64_t number, std::string name, std::string channel, int64_t t
 
 void remove_window(int64_t number, int64_t base) {
   LockedGroup(number, "reserve")->remove_window(reinterpret_cast<const void*>(base));
-}
-
-// Zero-copy send of `x`, or of a part already cut for `peer`, into the window of every receiver.
-void send(Tensor x, Tensor window, int64_t number, int64_t peer) {
-  const LockedGroup group(number, "send");
-  WindowInfo& info = group->window(window.data_ptr(), "send");
-  const char* op = info.layout.direction == Direction::kGather ? "gather_into" : "scatter_into";
-  STD_TORCH_CHECK(window.numel() * info.layout.itemsize == info.layout.window_bytes(group->rank()),
-                  op, ": a view of window '", info.name, "' was given; pass all of Window.tensor");
-  STD_TORCH_CHECK(x.dim() == 4 && x.scalar_type() == window.scalar_type() &&
-                      x.get_device_index() == group->device(),
-                  op, ": x of ", x.dim(), " dimensions on device ", x.get_device_index(),
-                  " does not fit window '", info.name, "' of another dtype, or on device ",
-                  group->device());
-  const cudaStream_t caller = current_stream(group->device());
-  const CaptureId capture = group->lanes().admit(caller, op);
-  group->check_send(info, peer, capture, op);
-  const auto shape = four(x.sizes());
-  const auto expected = info.layout.source_shape(group->rank(), peer);
-  STD_TORCH_CHECK(shape == expected, op, ": x has shape ", to_string(shape), ", window '",
-                  info.name, "' takes ", to_string(expected), " from rank ", group->rank());
-  const Tensor readable = is_pitched(shape, four(x.strides())) ? x : torch::stable::contiguous(x);
-  Source source;
-  source.identity = x.data_ptr();
-  source.base = static_cast<const char*>(readable.data_ptr());
-  source.strides = four(readable.strides());
-  source.keepalive = std::make_shared<std::pair<Tensor, Tensor>>(x, readable);
-  group->send(info, std::move(source), peer, caller, capture);
-}
-
-std::vector<const void*> addresses(const std::vector<Tensor>& tensors) {
-  std::vector<const void*> result;
-  result.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    result.push_back(tensor.data_ptr());
-  }
-  return result;
-}
-
-void complete(std::vector<Tensor> windows, std::vector<Tensor> sources, int64_t number) {
-  const LockedGroup group(number, "complete");
-  group->complete(addresses(windows), addresses(sources), current_stream(group->device()));
 }
 
 std::string pending(int64_t number) {
@@ -261,7 +172,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
 
   m.def("_ce_words_bytes(int world_size) -> int");
   m.def(
-      "_ce_create_group(int rank, int world_size, int device, int[] word_bases, int signal_kind) "
+      "_ce_create_group(str name, int rank, int world_size, int device, int[] word_bases, int "
+      "signal_kind) "
       "-> int");
   m.def("_ce_destroy_group(int group) -> ()");
   m.def("_ce_set_signal(int group, int signal_kind) -> ()");
@@ -274,8 +186,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
       "head_dim, int itemsize, "
       "int[] seq_splits, int[] head_splits, int[] bases) -> ()");
   m.def("_ce_remove_window(int group, int base) -> ()");
-  m.def("_ce_send(Tensor x, Tensor(a!) window, int group, int peer) -> ()");
-  m.def("_ce_complete(Tensor(a!)[] windows, Tensor[] sources, int group) -> ()");
   m.def("_ce_pending(int group) -> str");
   m.def("_ce_current_capture(int group) -> int");
   m.def("_ce_window_states(int group) -> int[]");
@@ -308,8 +218,6 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_run_handshakes", TORCH_BOX(&run_handshakes));
   m.impl("_ce_add_window", TORCH_BOX(&add_window));
   m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
-  m.impl("_ce_send", TORCH_BOX(&send));
-  m.impl("_ce_complete", TORCH_BOX(&complete));
   m.impl("_ce_pending", TORCH_BOX(&pending));
   m.impl("_ce_current_capture", TORCH_BOX(&current_capture));
   m.impl("_ce_window_states", TORCH_BOX(&window_states));

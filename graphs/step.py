@@ -39,7 +39,8 @@ class CapturedStep:
     """A captured step; :func:`capture_step` makes it.
 
     Attributes:
-        inputs: Static inputs that the graph reads; write into them, or pass tensors to :meth:`replay`.
+        inputs: Static inputs that the graph reads; write into them, or pass tensors to
+        :meth:`replay`.
         outputs: What the step returned at capture; each replay overwrites it.
     """
 
@@ -107,7 +108,8 @@ class CapturedStep:
                 given.device,
             ):
                 message = (
-                    f"replay: input {index} is {list(given.shape)}, {given.dtype}, on {given.device}; "
+                    f"replay: input {index} is {list(given.shape)}, {given.dtype}, on "
+                    f"{given.device}; "
                     f"captured was {list(static.shape)}, {static.dtype}, on {static.device}; "
                     f"capture a step for each shape"
                 )
@@ -144,7 +146,8 @@ def capture_step(
 
     Args:
         comm: An open communicator on a CUDA device, of transport ``ce`` or ``nccl``.
-        step: ``step(*inputs)``; must not synchronise with the host, and must complete what it sends.
+        step: ``step(*inputs)``; must not synchronise with the host, and must complete what it
+        sends.
         inputs: Example values; copies of them become the static inputs.
         warmup: Eager calls before the capture, at least 1: they reserve windows and load kernels.
 
@@ -160,8 +163,8 @@ def capture_step(
         raise ValueError(message)
     if comm.device.type != "cuda" or comm.transport == "gloo":
         message = (
-            f"capture_step: device {comm.device} with transport '{comm.transport}' cannot be captured; "
-            f"use a CUDA device and transport 'ce' or 'nccl'"
+            f"capture_step: device {comm.device} with transport '{comm.transport}' cannot be "
+            f"captured; use a CUDA device and transport 'ce' or 'nccl'"
         )
         raise UlyssesError(message)
     if torch.cuda.is_current_stream_capturing():

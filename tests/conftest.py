@@ -39,6 +39,13 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture(scope="session")
+def compiling_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks that compile anew each time: caches do not see that tags changed."""
+    with RankPool(2, env={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def pair() -> Iterator[RankPool]:
     """Two ranks, a GPU each, with NCCL for CUDA and gloo for CPU tensors."""
     with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:

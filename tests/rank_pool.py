@@ -42,7 +42,7 @@ GRACE_S = 3.0  # how long the others may still report once one rank has failed
 STOP_TIMEOUT_S = 5.0
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """Some rank raised, died, or did not finish; the text has every rank's account."""
 
 
@@ -96,7 +96,7 @@ class RankPool:
             timeout_s: Limit for the slowest rank; starting the processes does not count.
 
         Raises:
-            RankFailure: a rank raised, died, or ran past the limit.
+            RankError: a rank raised, died, or ran past the limit.
         """
         message = pickle.dumps((task, args))
         try:
@@ -170,7 +170,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         failed = any(reply.failure for reply in replies.values())
         if failed or len(replies) < self.world_size:
-            raise RankFailure(self._account(replies, timeout_s))
+            raise RankError(self._account(replies, timeout_s))
         return [replies[number].value for number in range(self.world_size)]
 
     def _receive(self, number: int) -> _Reply:
@@ -282,7 +282,7 @@ def _answer(connection: Connection, work: Callable[[], Any]) -> bool:
     """Send what ``work`` returns, or how it failed."""
     try:
         reply, is_good = pickle.dumps(_Reply(work(), "")), True
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent raises it
         reply, is_good = pickle.dumps(_Reply(None, f"raised\n{traceback.format_exc()}")), False
     connection.send_bytes(reply)
     return is_good

@@ -21,7 +21,9 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if dtype == torch.bool:
         return (torch.arange(num_elems) % 3 == 0).view(shape)
     if dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex):
-        return (torch.arange(num_elems * dtype.itemsize) % 113).to(torch.uint8).view(dtype).view(shape)
+        return (
+            (torch.arange(num_elems * dtype.itemsize) % 113).to(torch.uint8).view(dtype).view(shape)
+        )
     return torch.arange(num_elems, dtype=torch.float64).to(dtype).view(shape)
 
 

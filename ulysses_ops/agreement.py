@@ -125,8 +125,8 @@ class Agreement:
         topics = [entry["topic"] for entry in entries]
         if len(set(topics)) != 1:
             message = (
-                f"{topic}: the ranks are at different calls, by rank {topics}; every rank must make "
-                f"the same calls in the same order"
+                f"{topic}: the ranks are at different calls, by rank {topics}; every rank must "
+                f"make the same calls in the same order"
             )
             raise AgreementError(message)
         return [entry["record"] for entry in entries]
@@ -142,7 +142,7 @@ class Agreement:
         failure = ""
         try:
             value = step()
-        except Exception as error:  # a failure becomes a record: no rank may stay away
+        except Exception as error:  # noqa: BLE001  a failure becomes a record: none stays away
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         records = self.exchange(topic, {"failure": failure})
         failures = [
@@ -153,7 +153,7 @@ class Agreement:
         return value, failures
 
     def leave(self, topic: str, *, owner: int) -> None:
-        """Say, without waiting, that this rank is done with something that ``owner`` keeps for it."""
+        """Say, without waiting, that this rank is done with what ``owner`` keeps for it."""
         with contextlib.suppress(RuntimeError):  # a store that is gone cannot be told any more
             self._store.set(self._left_key(topic, owner, self._rank), "1")
 

@@ -78,7 +78,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention of sequence shards over the whole sequence.
 
-    ``out = gather(attention(scatter(q), scatter(k), scatter(v)))``: each rank attends with its share
+    ``out = gather(attention(scatter(q), scatter(k), scatter(v)))``: each rank attends with its
+    share
     of the heads. V leaves first, then K and Q, and one completion ends all three. Inputs may be
     views of a fused projection.
 

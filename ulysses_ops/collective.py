@@ -98,7 +98,10 @@ class CollectiveRounds:
         for window in windows:
             sent = self._sent.get(window.tensor.data_ptr())
             if sent is None:
-                message = f"complete: window '{window.spec.name}' has nothing in flight; send into it first"
+                message = (
+                    f"complete: window '{window.spec.name}' has nothing in flight; "
+                    f"send into it first"
+                )
                 raise UlyssesError(message)
             missing = [
                 peer
@@ -107,7 +110,8 @@ class CollectiveRounds:
             ]
             if missing:
                 message = (
-                    f"complete: window '{window.spec.name}' was sent nothing for ranks {missing}; send "
+                    f"complete: window '{window.spec.name}' was sent nothing for ranks "
+                    f"{missing}; send "
                     f"every peer its part first"
                 )
                 raise UlyssesError(message)
@@ -117,15 +121,15 @@ class CollectiveRounds:
             name = sent.window.channel
             if name in channels and sent not in rounds:
                 message = (
-                    f"complete: channel '{name}' also has window '{sent.window.spec.name}' in flight; "
-                    f"complete all windows of a channel in one call"
+                    f"complete: channel '{name}' also has window '{sent.window.spec.name}' in "
+                    f"flight; complete all windows of a channel in one call"
                 )
                 raise UlyssesError(message)
         expected = sorted(tensor.data_ptr() for sent in rounds for tensor in sent.sources())
         if sorted(tensor.data_ptr() for tensor in sources) != expected:
             message = (
-                f"complete: the {len(sources)} sources are not the {len(expected)} tensors that were "
-                f"sent; pass to complete the very tensors given to the sends"
+                f"complete: the {len(sources)} sources are not the {len(expected)} tensors that "
+                f"were sent; pass to complete the very tensors given to the sends"
             )
             raise UlyssesError(message)
         return rounds

@@ -1,4 +1,4 @@
-"""``UlyssesCommunicator``: the ranks, their agreed transport, and what is to be closed with them."""
+"""``UlyssesCommunicator``: the ranks, their agreed transport, what is closed with them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class UlyssesCommunicator:
         Args:
             group: The ranks; the default group when left out, one rank when there is none.
             device: This rank's device; the current CUDA device, or the CPU where there is none.
-            transport: ``"ce"``, ``"nccl"`` or ``"gloo"`` to insist; chosen by the topology if ``None``.
+            transport: ``"ce"``, ``"nccl"`` or ``"gloo"`` to insist; chosen by the topology if
+            ``None``.
             mapping: ``"symm_mem"`` or ``"ipc"`` to insist; the first that works if ``None``.
             signal: ``"write_value"`` or ``"memcpy"`` to insist; the first that works if ``None``.
             name: Name in the operator schemas; that of the group when left out. A second
@@ -163,7 +164,10 @@ class UlyssesCommunicator:
             _check_arguments(wanted)
             existing = _BY_NAME.get(self.name)
             if existing is not None and not existing.closed and existing._is_current():
-                message = f"a communicator named '{self.name}' is open already; close it or give another name"
+                message = (
+                    f"a communicator named '{self.name}' is open already; "
+                    f"close it or give another name"
+                )
                 raise ValueError(message)
             chosen = _resolve_device(device)
             return chosen, probe(chosen)
@@ -194,13 +198,18 @@ class UlyssesCommunicator:
         mapping: MappingKind | None,
         signal: SignalKind | None,
     ) -> Decision:
-        """Map memory with the first provider that works; agree on another transport if none does."""
+        """Map memory with the first provider that works, or agree on another transport."""
         assert self.group is not None
         causes = []
         for kind in MAPPING_KINDS if mapping is None else (mapping,):
             try:
                 self._state.copy_engine = CopyEngineGroup.establish(
-                    kind, signal, group=self.group, device=self.device, agreement=self.agreement
+                    kind,
+                    signal,
+                    name=self.name,
+                    group=self.group,
+                    device=self.device,
+                    agreement=self.agreement,
                 )
             except UlyssesError as error:
                 causes.append(str(error))
@@ -237,7 +246,7 @@ class UlyssesCommunicator:
         return None if self.copy_engine is None else self.copy_engine.signal
 
     def attach(self, key: str, make: Callable[[], R]) -> R:
-        """Return the resource kept under ``key``, made at first use; closed with the communicator."""
+        """Return the resource kept under ``key``, made at first use, closed at the end."""
         found: R | None = self._state.resources.get(key)
         if found is None:
             found = self._state.resources[key] = make()
@@ -289,8 +298,8 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
         raise ValueError(message)
     if found.world_size != world_size:
         message = (
-            f"{op}: world_size={world_size}, but communicator {name!r} has {found.world_size} ranks; "
-            f"pass comm.world_size"
+            f"{op}: world_size={world_size}, but communicator {name!r} has {found.world_size} "
+            f"ranks; pass comm.world_size"
         )
         raise ValueError(message)
     return found

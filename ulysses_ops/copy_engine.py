@@ -1,21 +1,19 @@
-"""The device side of transport ``ce``: the only module that calls the private ``_ce_*`` operators."""
+"""The device side of transport ``ce``: the only caller of the private ``_ce_*`` operators."""
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .agreement import Agreement
 from .errors import UlyssesError
 from .mapping import MappingKind, SharedMemory, allocate
-from .plan import EVERY_RANK, Layout
+from .plan import Layout
 
 SignalKind = Literal["write_value", "memcpy"]
 SIGNAL_KINDS: tuple[SignalKind, ...] = (
@@ -38,8 +36,6 @@ class CopyEngineGroup:
         self._rank = rank
         self._world_size = world_size
         self._closed = False
-        self._send = torch.ops.ulysses._ce_send.default
-        self._complete = torch.ops.ulysses._ce_complete.default
 
     @classmethod
     def establish(
@@ -47,6 +43,7 @@ class CopyEngineGroup:
         mapping: MappingKind,
         signal: SignalKind | None,
         *,
+        name: str,
         group: ProcessGroup,
         device: torch.device,
         agreement: Agreement,
@@ -58,6 +55,7 @@ class CopyEngineGroup:
         Args:
             mapping: Provider of the memory.
             signal: The kind to use; the first that works when left out.
+            name: Name of the communicator, which the public operators know it by.
             group: The ranks.
             device: This rank's GPU.
             agreement: Meetings of the ranks.
@@ -71,7 +69,7 @@ class CopyEngineGroup:
         number, failures = agreement.attempt(
             "group",
             lambda: torch.ops.ulysses._ce_create_group(
-                rank, world_size, device.index, list(words.pointers), 0
+                name, rank, world_size, device.index, list(words.pointers), 0
             ),
         )
         if failures:
@@ -134,30 +132,8 @@ class CopyEngineGroup:
         """Forget a window; refused while its channel has an exchange in flight."""
         torch.ops.ulysses._ce_remove_window(self.number, memory.pointers[self._rank])
 
-    def send(self, x: Tensor, window: Tensor, peer: int | None) -> None:
-        """Begin sending ``x``; see ``ulysses::scatter_into``.
-
-        Raises:
-            UlyssesError: refused, before anything was issued.
-        """
-        try:
-            self._send(x, window, self.number, EVERY_RANK if peer is None else peer)
-        except RuntimeError as error:
-            raise UlyssesError(_sentence(error)) from error
-
-    def complete(self, windows: list[Tensor], sources: list[Tensor]) -> None:
-        """Complete what was sent; see ``ulysses::complete``.
-
-        Raises:
-            UlyssesError: refused, before anything was issued.
-        """
-        try:
-            self._complete(windows, sources, self.number)
-        except RuntimeError as error:
-            raise UlyssesError(_sentence(error)) from error
-
     def run_handshakes(self, num_pairs: int) -> None:
-        """Issue pairs of bare handshakes behind the current stream, for measurements. Collective."""
+        """Issue pairs of bare handshakes, for measurements. Collective."""
         torch.ops.ulysses._ce_run_handshakes(self.number, num_pairs)
 
     def pending(self) -> str:
@@ -199,7 +175,8 @@ class CopyEngineGroup:
         """Wait out what is in flight, or end it: local, and bounded.
 
         When a peer does not answer within ``timeout_s``, every window is filled with NaN bytes and
-        the waits are released, so that nothing hangs and no half-filled result looks like a good one.
+        the waits are released, so that nothing hangs and no half-filled result looks like a good
+        one.
         """
         if self.wait_idle(timeout_s):
             return
@@ -224,12 +201,6 @@ class CopyEngineGroup:
             self._closed = True
             torch.ops.ulysses._ce_destroy_group(self.number)
             self._words.release()
-
-
-def _sentence(error: RuntimeError) -> str:
-    """The sentence of a check in the compiled library, without function, file and line."""
-    first = str(error).splitlines()[0]
-    return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
 
 
 def _poll(done: Callable[[], Any], timeout_s: float) -> bool:

@@ -115,7 +115,7 @@ def _rendezvous(tensor: Tensor, group: ProcessGroup, timeout_s: float) -> Any:
 
 
 class _Export:
-    """Memory given to peers by CUDA IPC; freeing it before they close their mapping is undefined."""
+    """Memory given to peers by CUDA IPC; to free it before they close it is undefined."""
 
     def __init__(self, pointer: int, topic: str, agreement: Agreement) -> None:
         self._pointer = pointer

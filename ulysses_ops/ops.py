@@ -1,14 +1,15 @@
 """The public operators ``ulysses::*``: schemas, fakes, autograd, implementations, Python wrappers.
 
-NOTE [deferred operators]: ``*_into`` begins an exchange and ``complete`` ends it. Between the two the window must not be
-read and the source not be changed. All three mutate a window and the shared ``token``, so a compiler neither removes
-nor reorders them. ``Tag.flexible_layout`` keeps it from handing ``complete`` a copy of a source
-while the original, still being sent, is freed or reused.
+NOTE [deferred operators]: ``*_into`` begins an exchange and ``complete`` ends it. Between the two
+the window must not be read and the source not be changed. All three mutate a window and the shared
+``token``, so a compiler neither removes nor reorders them. ``Tag.flexible_layout`` keeps it from
+handing ``complete`` a copy of a source while the original, still being sent, is freed or reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, cast
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ._native import NATIVE
 from .collective import CollectiveRounds, exchange
 from .communicator import UlyssesCommunicator, find_communicator
 from .errors import UlyssesError
@@ -24,6 +26,7 @@ from .windows import Window, WindowCache, WindowSpec, agree, reserve
 
 _SPLITS = "int[]? seq_splits=None, int[]? head_splits=None"
 _GROUP = "int world_size, str group_name"
+_ORDER = "Tensor(b!) token"
 
 SCHEMAS = {
     # (B, S_local, H, D) -> (B, S_global, H_local, D), fresh and owned by the caller
@@ -31,10 +34,10 @@ SCHEMAS = {
     # (B, S_global, H_local, D) -> (B, S_local, H, D), fresh and owned by the caller
     "gather": f"(Tensor x, {_GROUP}, {_SPLITS}) -> Tensor",
     # zero-copy and deferred; with `peer`, x is the part cut for that rank
-    "scatter_into": f"(Tensor x, Tensor(a!) window, Tensor(b!) token, {_GROUP}, int? peer=None) -> ()",
-    "gather_into": f"(Tensor x, Tensor(a!) window, Tensor(b!) token, {_GROUP}, int? peer=None) -> ()",
+    "scatter_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
+    "gather_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
     # after it, on the current stream, windows may be read and sources reused
-    "complete": f"(Tensor(a!)[] windows, Tensor[] sources, Tensor(b!) token, {_GROUP}) -> ()",
+    "complete": f"(Tensor(a!)[] windows, Tensor[] sources, {_ORDER}, {_GROUP}) -> ()",
 }
 _DEFERRED_TAGS = (torch.Tag.flexible_layout,)
 _TAGS: dict[str, tuple[torch.Tag, ...]] = {
@@ -53,8 +56,8 @@ def _window_of(comm: UlyssesCommunicator, tensor: Tensor, op: str) -> Window:
     window = WindowCache.of(comm).at(tensor.data_ptr())
     if window is None or tensor.shape != window.tensor.shape or tensor.dtype != window.tensor.dtype:
         message = (
-            f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is none "
-            f"of the windows of '{comm.name}'; pass Window.tensor as reserve() returned it"
+            f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is "
+            f"none of the windows of '{comm.name}'; pass Window.tensor as reserve() returned it"
         )
         raise ValueError(message)
     return window
@@ -74,7 +77,8 @@ def _check_source(
     expected = window.source_shape if peer is None else window.layout.source_shape(comm.rank, peer)
     if x.shape != expected or x.dtype != window.spec.dtype or x.device != comm.device:
         message = (
-            f"{op}: x is {list(x.shape)}, {x.dtype}, on {x.device}, but window '{window.spec.name}' takes "
+            f"{op}: x is {list(x.shape)}, {x.dtype}, on {x.device}, but window "
+            f"'{window.spec.name}' takes "
             f"{list(expected)}, {window.spec.dtype}, on {comm.device} from rank {comm.rank}"
         )
         raise ValueError(message)
@@ -89,17 +93,9 @@ def _send(
     peer: int | None,
 ) -> None:
     comm = find_communicator(group_name, world_size, op)
-    engine = comm.copy_engine
-    if engine is None:
-        window = _window_of(comm, window_tensor, op)
-        _check_source(comm, window, x, peer, op)
-        CollectiveRounds.of(comm).send(op, x, window, peer)
-        return
-    try:
-        engine.send(x, window_tensor, peer)  # checks the same in a fraction of the time
-    except UlyssesError:
-        _check_source(comm, _window_of(comm, window_tensor, op), x, peer, op)
-        raise
+    window = _window_of(comm, window_tensor, op)
+    _check_source(comm, window, x, peer, op)
+    CollectiveRounds.of(comm).send(op, x, window, peer)
 
 
 def _scatter_into(
@@ -132,17 +128,30 @@ def _complete(
     group_name: str,
 ) -> None:
     comm = find_communicator(group_name, world_size, "complete")
-    engine = comm.copy_engine
-    if engine is None:
-        found = [_window_of(comm, window, "complete") for window in windows]
-        CollectiveRounds.of(comm).complete(comm, found, sources)
-        return
+    found = [_window_of(comm, window, "complete") for window in windows]
+    CollectiveRounds.of(comm).complete(comm, found, sources)
+
+
+def _refusal(work: Callable[[], None]) -> str:
+    """What the compiled library, which calls this, is to raise; empty when all went well."""
     try:
-        engine.complete(windows, sources)
-    except UlyssesError:
-        for window in windows:
-            _window_of(comm, window, "complete")
-        raise
+        work()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _collective_send(
+    x: Tensor, window: Tensor, world_size: int, group_name: str, peer: int | None, is_gather: bool
+) -> str:
+    op = "gather_into" if is_gather else "scatter_into"
+    return _refusal(lambda: _send(op, x, window, world_size, group_name, peer))
+
+
+def _collective_complete(
+    windows: list[Tensor], sources: list[Tensor], world_size: int, group_name: str
+) -> str:
+    return _refusal(lambda: _complete(windows, sources, windows[0], world_size, group_name))
 
 
 @lru_cache(maxsize=1024)
@@ -180,8 +189,8 @@ def _functional(
         agree(comm, spec)
         return exchange(comm, spec.layout(world_size), x)
     (window,) = reserve(comm, [spec])
-    comm.copy_engine.send(x, window.tensor, None)
-    comm.copy_engine.complete([window.tensor], [x])
+    with Exchange(comm) as in_flight:
+        in_flight.send(x, window)
     return window.tensor.clone()  # a persistent buffer must not pass as fresh: compilers reuse it
 
 
@@ -262,6 +271,19 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (torch.ops.ulysses.scatter(grad, *ctx.exchange), None, None, None, None)
 
 
+# The compiled library implements these on CUDA, and calls back for groups that are not its own.
+COMPILED = ("scatter_into", "gather_into", "complete")
+_FOR_COMPILED: dict[str, tuple[str, Callable[..., str]]] = {
+    "_collective_send": (
+        f"(Tensor x, Tensor(a!) window, {_GROUP}, int? peer, bool is_gather) -> str",
+        _collective_send,
+    ),
+    "_collective_complete": (
+        f"(Tensor(a!)[] windows, Tensor[] sources, {_GROUP}) -> str",
+        _collective_complete,
+    ),
+}
+
 # ---- registration --------------------------------------------------------------------------------
 
 
@@ -277,8 +299,12 @@ def _register() -> torch.library.Library:
         "complete": _complete,
     }
     for name, implementation in implementations.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, implementation, key)
+        library.impl(name, implementation, "CPU")
+        if name not in COMPILED or not NATIVE.cuda:
+            library.impl(name, implementation, "CUDA")
+    for name, (schema, implementation) in _FOR_COMPILED.items():
+        library.define(name + schema)
+        library.impl(name, implementation, "CUDA")
     for name, fake in (("scatter", _fake_scatter), ("gather", _fake_gather)):
         torch.library.register_fake(f"ulysses::{name}", fake, lib=library)
     for name in ("scatter_into", "gather_into", "complete"):
@@ -309,8 +335,8 @@ def scatter(
     differentiable (the backward is :func:`gather`).
 
     Args:
-        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype. Read in place where heads and head_dim
-            are dense (a view of a fused projection is), else after one copy.
+        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype. Read in place where heads and
+            head_dim are dense (a view of a fused projection is), else after one copy.
         comm: An open communicator.
         seq_splits: Rows held by each rank; even when left out.
         head_splits: Heads for each rank; even when left out, and then H must be divisible.
@@ -323,7 +349,8 @@ def scatter(
         UlyssesError: closed, or a capture needs a window that is not reserved.
 
     Collective: every rank calls it with matching shapes, in the same order. The first call with a
-    shape is a meeting of the ranks (see :func:`ulysses_ops.reserve`); later ones never wait on the host.
+    shape is a meeting of the ranks (see :func:`ulysses_ops.reserve`); later ones never wait on the
+    host.
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
@@ -342,8 +369,8 @@ def gather(
 ) -> Tensor:
     """Trade the whole sequence of this rank's heads for its own sequence shard of all heads.
 
-    ``y[b, s, off_h(p) + h, d] = x_p[b, off_s(rank) + s, h, d]`` for every rank ``p``: the inverse of
-    :func:`scatter`, with the same contract.
+    ``y[b, s, off_h(p) + h, d] = x_p[b, off_s(rank) + s, h, d]`` for every rank ``p``: the inverse
+    of :func:`scatter`, with the same contract.
 
     Args:
         x: ``(B, S_global, H_local, D)`` on ``comm.device``, any dtype.
@@ -395,9 +422,10 @@ class Exchange:
         """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
 
         Args:
-            x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already cut
-                for that rank: ``(B, S_local, H_peer, D)`` for scatter, ``(B, S_peer, H_local, D)``
-                for gather. With parts, the own part may be written into ``window.own_view`` instead.
+            x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already
+                cut for that rank: ``(B, S_local, H_peer, D)`` for scatter,
+                ``(B, S_peer, H_local, D)`` for gather. With parts, the own part may be written
+                into ``window.own_view`` instead.
             window: From :func:`ulysses_ops.reserve`.
             peer: Rank that the part is for.
 
@@ -406,12 +434,17 @@ class Exchange:
             UlyssesError: that rank's share of the window is in flight already.
         """
         comm = self._comm
-        op = (
-            torch.ops.ulysses.scatter_into
-            if window.layout.direction == "scatter"
-            else torch.ops.ulysses.gather_into
-        )
-        op(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
+        if window.layout.direction == "scatter":
+            send = torch.ops.ulysses.scatter_into.default
+        else:
+            send = torch.ops.ulysses.gather_into.default
+        try:
+            send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
+        except RuntimeError as error:
+            _check_open(comm)
+            found = _window_of(comm, window.tensor, f"{window.layout.direction}_into")
+            _check_source(comm, found, x, peer, f"{window.layout.direction}_into")
+            raise UlyssesError(_sentence(error)) from error
         if not any(window.tensor is known for known in self._windows):
             self._windows.append(window.tensor)
         self._sources.append(x)
@@ -420,9 +453,13 @@ class Exchange:
         """End all exchanges: windows may be read and sources reused on the current stream."""
         if self._windows:
             comm = self._comm
-            torch.ops.ulysses.complete(
-                self._windows, self._sources, comm.token, comm.world_size, comm.name
-            )
+            try:
+                torch.ops.ulysses.complete.default(
+                    self._windows, self._sources, comm.token, comm.world_size, comm.name
+                )
+            except RuntimeError as error:
+                _check_open(comm)
+                raise UlyssesError(_sentence(error)) from error
             self._windows, self._sources = [], []
 
     def __enter__(self) -> Exchange:
@@ -440,14 +477,24 @@ class Exchange:
             self.complete()
 
 
+def _sentence(error: RuntimeError) -> str:
+    """The sentence of a check, without the function, file and line of the compiled library."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
+
+
+def _check_open(comm: UlyssesCommunicator) -> None:
+    if comm.closed:
+        message = f"communicator '{comm.name}' is closed; construct a new one"
+        raise UlyssesError(message)
+
+
 def pending_channels(comm: UlyssesCommunicator) -> str:
     """Channels with a deferred exchange that was not completed here; empty when there is none.
 
     Inside a capture those of the capture count, outside those of eager calls.
     """
-    if comm.closed:
-        message = f"communicator '{comm.name}' is closed; construct a new one"
-        raise UlyssesError(message)
+    _check_open(comm)
     if comm.copy_engine is not None:
         return comm.copy_engine.pending()
     return CollectiveRounds.of(comm).pending()

@@ -1,6 +1,7 @@
 """Windows: memory in the final layout of one exchange, written by the peers.
 
-:func:`reserve` is the only place that allocates them. It is a meeting of the ranks: they ask for the
+:func:`reserve` is the only place that allocates them. It is a meeting of the ranks: they ask for
+the
 same windows, evict the same ones, and fail alike.
 """
 
@@ -101,7 +102,8 @@ class Window:
     Attributes:
         spec: What it is for.
         layout: The exchange that it receives.
-        tensor: ``(B, S_global, H_local, D)`` for scatter, ``(B, S_local, H, D)`` for gather; contiguous.
+        tensor: ``(B, S_global, H_local, D)`` for scatter, ``(B, S_local, H, D)`` for gather;
+        contiguous.
             Valid between ``complete`` and the next send into its channel.
         own_view: The part that this rank's own share fills. A producer may write it directly and
             send only the peers' parts; not from compiled code, which would write a copy.
@@ -227,7 +229,8 @@ class WindowCache:
 def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Window]:
     """Return a window for each spec, allocating those that are not there yet.
 
-    Collective: every rank asks for the same specs in the same order. When the cache is full, the least
+    Collective: every rank asks for the same specs in the same order. When the cache is full, the
+    least
     recently used windows that no graph pins are evicted, the same ones on every rank.
 
     Args:
@@ -240,7 +243,8 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
     Raises:
         ValueError: a spec is wrong, or ranks ask for different ones; the same text on every rank.
         AgreementError: a rank did not come within ``comm.timeout_s``.
-        UlyssesError: closed; inside a capture; out of memory on some rank; or all windows are pinned.
+        UlyssesError: closed; inside a capture; out of memory on some rank; or all windows are
+        pinned.
     """
     if comm.closed:
         message = f"reserve: communicator '{comm.name}' is closed; construct a new one"
@@ -282,7 +286,8 @@ def refuse_in_capture(comm: UlyssesCommunicator, op: str, keys: Sequence[str]) -
     """
     if comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         message = (
-            f"{op}: not reserved before this capture: {'; '.join(keys)}; call reserve() on every rank, "
+            f"{op}: not reserved before this capture: {'; '.join(keys)}; call reserve() on every "
+            "rank, "
             f"or run the step once eagerly, before capturing"
         )
         raise UlyssesError(message)
@@ -294,7 +299,8 @@ def _refuse_empty(spec: WindowSpec, world_size: int) -> None:
     empty = [rank for rank in range(world_size) if 0 in layout.window_shape(rank)]
     if empty:
         message = (
-            f"reserve: window '{spec.name}' of {list(spec.shape)} is empty on ranks {empty}; give every "
+            f"reserve: window '{spec.name}' of {list(spec.shape)} is empty on ranks {empty}; "
+            "give every "
             f"rank at least one row and one head"
         )
         raise ValueError(message)
@@ -315,7 +321,8 @@ def _make_room(
 ) -> None:
     records = _meet(comm, {"wanted": keys, "missing": missing, "evictable": cache.evictable(keys)})
     if any(entry["missing"] != missing for entry in records):
-        message = f"reserve: ranks hold different windows: missing, by rank, {[entry['missing'] for entry in records]}"
+        lacking = [entry["missing"] for entry in records]
+        message = f"reserve: ranks hold different windows; missing, by rank: {lacking}"
         raise AgreementError(message)
     surplus = len(cache) + len(missing) - comm.max_windows
     if surplus <= 0:
@@ -325,7 +332,8 @@ def _make_room(
     if len(victims) < surplus:
         message = (
             f"reserve: {len(missing)} windows do not fit beside {len(cache)} of which "
-            f"{len(everywhere)} can be evicted, max_windows={comm.max_windows}; raise max_windows or "
+            f"{len(everywhere)} can be evicted, max_windows={comm.max_windows}; raise "
+            "max_windows or "
             f"close graphs that pin windows"
         )
         raise UlyssesError(message)

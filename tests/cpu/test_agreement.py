@@ -32,7 +32,7 @@ def on_ranks(world_size: int, work: Callable[[int], T]) -> list[T]:
     def guarded(rank: int) -> Any:
         try:
             return work(rank)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
             return error
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return dist.PrefixStore("group", store) if request.param == "prefix" else store
 
 
-# ---- exchange ---------------------------------------------------------------------------------------
+# ---- exchange ------------------------------------------------------------------------------------
 
 
 def test_every_rank_reads_every_record(store: Store) -> None:
@@ -64,7 +64,9 @@ def test_every_rank_reads_every_record(store: Store) -> None:
 def test_a_rank_that_does_not_come_is_named_within_the_limit(store: Store) -> None:
     ranks = agreements(store, 4, SHORT_S)
     start = time.monotonic()
-    found = on_ranks(4, lambda rank: ranks[rank].exchange("reserve", {}) if rank in (0, 2) else None)
+    found = on_ranks(
+        4, lambda rank: ranks[rank].exchange("reserve", {}) if rank in (0, 2) else None
+    )
     assert time.monotonic() - start < SHORT_S + 3
     assert found[1] is found[3] is None
     for rank in (0, 2):
@@ -108,7 +110,7 @@ def test_one_rank_meets_itself() -> None:
     assert alone.all_left("handle")
 
 
-# ---- attempt ----------------------------------------------------------------------------------------
+# ---- attempt -------------------------------------------------------------------------------------
 
 
 def test_a_step_that_fails_on_one_rank_is_known_to_all(store: Store) -> None:
@@ -149,7 +151,7 @@ def test_leaving_is_told_without_waiting(store: Store) -> None:
     assert not ranks[1].all_left("handle")
 
 
-# ---- join: a store may hold records of an earlier life ------------------------------------------------
+# ---- join: a store may hold records of an earlier life -------------------------------------------
 
 
 def naive_join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
@@ -208,7 +210,7 @@ def test_ranks_that_come_at_any_time_agree(delays_ms: list[int], used_before: bo
     assert found[0] not in earlier
 
 
-# ---- disagreement -----------------------------------------------------------------------------------
+# ---- disagreement --------------------------------------------------------------------------------
 
 
 def test_what_differs_is_said_once_with_its_ranks() -> None:

@@ -48,7 +48,7 @@ def open_windows(
     )
 
 
-# ---- values -----------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def group_of_three(rank: int, world_size: int, seq_splits: Splits, head_splits: Splits) -> None:
@@ -61,7 +61,8 @@ def group_of_three(rank: int, world_size: int, seq_splits: Splits, head_splits: 
     back = layout_of("gather", wholes["q"], world_size, *splits)
     with UlyssesCommunicator(timeout_s=10) as comm:
         windows = reserve(
-            comm, [spec_of(name, "scatter", whole, "vkq", *splits) for name, whole in wholes.items()]
+            comm,
+            [spec_of(name, "scatter", whole, "vkq", *splits) for name, whole in wholes.items()],
         )
         outs = reserve(
             comm, [spec_of(name, "gather", whole, None, *splits) for name, whole in wholes.items()]
@@ -157,7 +158,7 @@ def test_channels_are_completed_in_any_order(ranks: Ranks) -> None:
     ranks(2).run(channels_in_any_order, timeout_s=20)
 
 
-# ---- refusals: each names the window, and a right call works after it ---------------------------------
+# ---- refusals: each names the window, and a right call works after it ----------------------------
 
 
 def send(comm: UlyssesCommunicator, x: Tensor, window: Tensor, *peer: int) -> None:
@@ -255,12 +256,17 @@ def test_every_peer_needs_its_part_once(ranks: Ranks) -> None:
     ranks(2).run(refuse_missing_parts, timeout_s=20)
 
 
+def send_and_raise(comm: UlyssesCommunicator, x: Tensor, window: Window) -> None:
+    with Exchange(comm) as exchange:
+        exchange.send(x, window)
+        raise KeyError("ours")
+
+
 def leave_by_exception(rank: int, world_size: int) -> None:
     with UlyssesCommunicator(timeout_s=10) as comm:
         x, _, (window,) = open_windows(comm, "a")
-        with pytest.raises(KeyError, match="ours"), Exchange(comm) as exchange:
-            exchange.send(x, window)
-            raise KeyError("ours")
+        with pytest.raises(KeyError, match="ours"):
+            send_and_raise(comm, x, window)
         assert pending_channels(comm) == "a"
     with pytest.raises(UlyssesError, match="is closed"):
         pending_channels(comm)

@@ -1,4 +1,4 @@
-"""scatter and gather between gloo ranks: right for every shape, split, dtype and stride, exactly."""
+"""scatter and gather between gloo ranks: exact for every shape, split, dtype and stride."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXCHANGES = {"scatter": scatter, "gather": gather}
 DIRECTIONS: tuple[Direction, ...] = ("scatter", "gather")
 
 
-# ---- values -----------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def exchange_and_return(
@@ -118,7 +118,7 @@ def test_any_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
         ranks(2).run(exchange_and_return, direction, (2, 4, 4, 3), dtype, timeout_s=20)
 
 
-# ---- strides ----------------------------------------------------------------------------------------
+# ---- strides -------------------------------------------------------------------------------------
 
 
 def strided(kind: str, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def test_any_strides_on_all_ranks_or_on_one(ranks: Ranks, direction: Direction, 
         ranks(2).run(exchange_strided, direction, kinds, timeout_s=20)
 
 
-# ---- autograd ---------------------------------------------------------------------------------------
+# ---- autograd ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -214,7 +214,7 @@ def test_backward_of_each_is_the_other(
     ranks(2).run(backward_of_each_is_the_other, *task, timeout_s=20)
 
 
-# ---- one rank alone ---------------------------------------------------------------------------------
+# ---- one rank alone ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -232,7 +232,7 @@ def test_one_rank_copies_and_never_maps(direction: Direction) -> None:
     assert torch.equal(x, numbered(2, 3, 4, 5))
 
 
-# ---- refusals ---------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def refuse_everywhere(rank: int, world_size: int) -> list[str]:

@@ -81,9 +81,7 @@ def carry_out(copies: Sequence[PitchedCopy], source: Bytes, windows: Sequence[By
 def by_torch(layout: Layout, shards: Sequence[Bytes], receiver: int) -> Bytes:
     """The same by splitting each shard and joining what a rank gets, as torch does."""
     scatter = layout.direction == "scatter"
-    cut, join, sizes = (
-        (2, 1, layout.head_splits) if scatter else (1, 2, layout.seq_splits)
-    )
+    cut, join, sizes = (2, 1, layout.head_splits) if scatter else (1, 2, layout.seq_splits)
     parts = [torch.from_numpy(x).split(list(sizes), dim=cut)[receiver] for x in shards]
     return torch.cat(parts, dim=join).numpy()
 
@@ -98,7 +96,12 @@ def cut_for(layout: Layout, shard: Bytes, peer: int) -> Bytes:
 
 
 def check(
-    layout: Layout, itemsize: int, padding: Padding, *, plan: Plan = plan_copies, parts: bool = False
+    layout: Layout,
+    itemsize: int,
+    padding: Padding,
+    *,
+    plan: Plan = plan_copies,
+    parts: bool = False,
 ) -> None:
     """Every rank carries out its plan; every window must hold what the equation says, no more."""
     world_size = layout.world_size
@@ -155,7 +158,7 @@ def test_uneven_splits(direction: Direction, splits: tuple[tuple[int, ...], ...]
     check(layout, 2, Padding(), parts=True)
 
 
-# ---- the checks are not blind: a plan with one fault must fail --------------------------------------
+# ---- the checks are not blind: a plan with one fault must fail -----------------------------------
 
 
 def shift(name: str, by: int) -> Callable[[PitchedCopy], PitchedCopy]:
@@ -196,7 +199,7 @@ def test_the_check_sees_a_wrong_plan(
         check(layout, 2, Padding(row=3), plan=lambda *args: plan_copies(*args)[1:])
 
 
-# ---- order, and the fewest copies -------------------------------------------------------------------
+# ---- order, and the fewest copies ----------------------------------------------------------------
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

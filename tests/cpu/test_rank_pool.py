@@ -1,4 +1,4 @@
-"""The harness: what a test that fails on some rank gets to read, and that the next one is served."""
+"""The harness: what one reads of a failure on some rank, and that the next test is served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankFailure, RankPool
+from rank_pool import RankError, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_values_come_by_rank_and_the_processes_stay(pool: RankPool) -> None:
 
 def test_a_rank_that_raises_is_shown_with_its_traceback(pool: RankPool) -> None:
     before = check_service(pool)
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankError) as failure:
         pool.run(raise_on_one, timeout_s=30)
     text = str(failure.value)
     assert "rank 1: raised" in text
@@ -83,7 +83,7 @@ def test_a_rank_that_raises_is_shown_with_its_traceback(pool: RankPool) -> None:
 def test_a_rank_that_hangs_is_reported_within_the_limit(pool: RankPool) -> None:
     before = check_service(pool)
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)rank 0: finished.*rank 1: did not finish .limit 1 s"):
+    with pytest.raises(RankError, match=r"(?s)rank 0: finished.*rank 1: did not finish .limit 1 s"):
         pool.run(hang_on_one, timeout_s=1)
     assert time.monotonic() - start < 8
     assert not any(map(is_running, before))
@@ -93,14 +93,14 @@ def test_a_rank_that_hangs_is_reported_within_the_limit(pool: RankPool) -> None:
 def test_a_rank_that_dies_is_reported_at_once(pool: RankPool) -> None:
     check_service(pool)
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)rank 0: finished.*rank 1: died with exit code -9"):
+    with pytest.raises(RankError, match=r"(?s)rank 0: finished.*rank 1: died with exit code -9"):
         pool.run(die_on_one, timeout_s=60)
     assert time.monotonic() - start < 20
     check_service(pool)
 
 
 def test_a_value_that_cannot_be_pickled_is_a_failure(pool: RankPool) -> None:
-    with pytest.raises(RankFailure, match="return_what_cannot_be_pickled"):
+    with pytest.raises(RankError, match="return_what_cannot_be_pickled"):
         pool.run(return_what_cannot_be_pickled, timeout_s=30)
     check_service(pool)
 

@@ -48,7 +48,7 @@ def check_service(comm: UlyssesCommunicator, window: Window) -> None:
     assert torch.equal(window.tensor, torch.cat([mine] * comm.world_size, dim=1))
 
 
-# ---- what a window is -------------------------------------------------------------------------------
+# ---- what a window is ----------------------------------------------------------------------------
 
 
 def shapes(rank: int, world_size: int) -> None:
@@ -115,7 +115,7 @@ def test_a_window_is_kept_until_the_communicator_closes(ranks: Ranks) -> None:
     ranks(2).run(kept, timeout_s=20)
 
 
-# ---- eviction ---------------------------------------------------------------------------------------
+# ---- eviction ------------------------------------------------------------------------------------
 
 
 def evict(rank: int, world_size: int) -> list[str]:
@@ -157,7 +157,7 @@ def test_eviction_is_agreed(ranks: Ranks) -> None:
 
 
 def evict_in_flight(rank: int, world_size: int, together: bool) -> None:
-    """What is in flight on one rank at least stays; with nothing else to evict, that is an error."""
+    """What is in flight on some rank stays; with nothing else to evict, that is an error."""
     with UlyssesCommunicator(timeout_s=10, max_windows=1) as comm:
         (a,) = reserve(comm, named("a"))
         x = numbered(*a.source_shape)
@@ -179,7 +179,7 @@ def test_a_window_in_flight_is_not_evicted(ranks: Ranks, together: bool) -> None
     ranks(2).run(evict_in_flight, together, timeout_s=20)
 
 
-# ---- failures are alike on every rank -----------------------------------------------------------------
+# ---- failures are alike on every rank ------------------------------------------------------------
 
 
 def differ(rank: int, world_size: int, number: int) -> str:
@@ -192,9 +192,7 @@ def differ(rank: int, world_size: int, number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
-def test_ranks_that_ask_for_different_windows_all_raise_the_same(
-    ranks: Ranks, number: int
-) -> None:
+def test_ranks_that_ask_for_different_windows_all_raise_the_same(ranks: Ranks, number: int) -> None:
     first, second = ranks(2).run(differ, number, timeout_s=20)
     assert first == second
     for spec in (SPEC, VARIANTS[number]):
@@ -215,7 +213,7 @@ def run_out_of_memory(rank: int, world_size: int) -> str:
     with UlyssesCommunicator(timeout_s=2) as comm:
         with (
             mock.patch("ulysses_ops.windows.torch.empty", empty),
-            pytest.raises(UlyssesError, match="rank 1: .*no room for 256 bytes") as error,
+            pytest.raises(UlyssesError, match=r"rank 1: .*no room for 256 bytes") as error,
         ):
             reserve(comm, named("a", "b"))
         for window in reserve(comm, named("a", "b")):

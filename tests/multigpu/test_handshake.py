@@ -7,11 +7,11 @@ see wrong data.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from graph_nodes import graph_paths
 from on_gpu import NO_OPEN, NO_WAIT, communicator, delay, expected, fault, filled, one_window
 from rank_pool import RankPool
 
@@ -172,8 +172,7 @@ def test_one_group_from_two_streams(pair: RankPool) -> None:
 
 
 def node_order(rank: int, world_size: int) -> list[list[str]]:
-    """The chain of the copy stream in a captured scatter, as kinds of node."""
-    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings reads graphs")
+    """Every path from a root to a leaf of a captured scatter, as kinds of operation."""
     with communicator() as comm:
         window = one_window(comm, SHAPE)
         x = filled(window, rank, 1)
@@ -181,51 +180,14 @@ def node_order(rank: int, world_size: int) -> list[list[str]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             scatter_once(comm, window, x)
-        chains = _chains(driver, driver.CUgraph(graph.raw_cuda_graph()))
+        paths = graph_paths(graph.raw_cuda_graph())
         graph.reset()
-        return chains
+        return paths
 
 
 def scatter_once(comm: UlyssesCommunicator, window: Window, x: torch.Tensor) -> None:
     with Exchange(comm) as exchange:
         exchange.send(x, window)
-
-
-def _ok(result: tuple[Any, ...]) -> Any:
-    assert int(result[0]) == 0, result[0]
-    return result[1] if len(result) == 2 else result[1:]
-
-
-def _chains(driver: Any, graph: Any) -> list[list[str]]:
-    """Every path from a root to a leaf, memory operations written out."""
-    nodes, count = _ok(driver.cuGraphGetNodes(graph, 100))
-    froms, tos, *_, num_edges = _ok(driver.cuGraphGetEdges(graph, 100))
-    successors: dict[int, list[Any]] = {}
-    for source, target in list(zip(froms, tos, strict=False))[:num_edges]:
-        successors.setdefault(int(source), []).append(target)
-    targets = {int(target) for target in tos[:num_edges]}
-
-    def kinds(node: Any) -> list[str]:
-        kind = _ok(driver.cuGraphNodeGetType(node))
-        if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
-            return ["copy"]
-        if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
-            return [str(kind)]
-        params = _ok(driver.cuGraphBatchMemOpNodeGetParams(node))
-        names = []
-        for op in params.paramArray[: params.count]:
-            is_wait = "WAIT" in str(op.operation)
-            is_reset = not is_wait and int(op.writeValue.value64) == 0
-            names.append("wait" if is_wait else "reset" if is_reset else "signal")
-        return names
-
-    def walk(node: Any) -> list[list[str]]:
-        here = kinds(node)
-        rest = [path for successor in successors.get(int(node), []) for path in walk(successor)]
-        return [here + path for path in rest] or [here]
-
-    roots = [node for node in nodes[:count] if int(node) not in targets]
-    return [path for root in roots for path in walk(root)]
 
 
 def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:

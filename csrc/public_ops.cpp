@@ -1,0 +1,135 @@
+// The public deferred operators on CUDA: check -> plan -> launch, with no Python on the way, which
+// would cost as much again as the launch. Schemas, tags and everything else are in
+// ulysses_ops/ops.py. A group that this library does not know is on another transport: its
+// exchanges go to the Python operators `_collective_send` and `_collective_complete`, which return
+// what is wrong as a sentence, since an exception's text does not survive the stable ABI.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "registry.h"
+
+namespace ulysses_ops {
+namespace {
+
+using torch::stable::Tensor;
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+// to<std::string> leaks the string that it makes.
+std::string take_string(StableIValue value) {
+  const auto handle = to<StringHandle>(value);
+  const char* data = nullptr;
+  size_t length = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
+// Calls an operator that returns a sentence when it refuses.
+template <size_t kCount>
+void call_collective(const char* op, std::array<StableIValue, kCount> stack) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+  const std::string refusal = take_string(stack[0]);
+  if (!refusal.empty()) {
+    throw std::runtime_error(refusal);
+  }
+}
+
+std::array<int64_t, 4> four(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
+  return {values[0], values[1], values[2], values[3]};
+}
+
+void send(const LockedGroup& group, Direction direction, const Tensor& x, const Tensor& window,
+          int64_t world_size, int64_t peer) {
+  const char* op = direction == Direction::kGather ? "gather_into" : "scatter_into";
+  WindowInfo& info = group->window(window.data_ptr(), op);
+  STD_TORCH_CHECK(info.layout.direction == direction, op, ": window '", info.name,
+                  "' is for the other direction; use that operator");
+  STD_TORCH_CHECK(info.layout.world_size() == world_size, op, ": world_size=", world_size,
+                  ", but the communicator has ", info.layout.world_size(),
+                  " ranks; pass comm.world_size");
+  STD_TORCH_CHECK(window.numel() * info.layout.itemsize == info.layout.window_bytes(group->rank()),
+                  op, ": a view of window '", info.name, "' was given; pass all of Window.tensor");
+  STD_TORCH_CHECK(x.dim() == 4 && x.scalar_type() == window.scalar_type() &&
+                      x.get_device_index() == group->device(),
+                  op, ": x of ", x.dim(), " dimensions on device ", x.get_device_index(),
+                  " does not fit window '", info.name, "' of another dtype, or on device ",
+                  group->device());
+  const cudaStream_t caller = current_stream(group->device());
+  const CaptureId capture = group->lanes().admit(caller, op);
+  group->check_send(info, peer, capture, op);
+  const auto shape = four(x.sizes());
+  const auto expected = info.layout.source_shape(group->rank(), peer);
+  STD_TORCH_CHECK(shape == expected, op, ": x has shape ", to_string(shape), ", window '",
+                  info.name, "' takes ", to_string(expected), " from rank ", group->rank());
+  const bool in_place = is_pitched(shape, four(x.strides()));
+  const Tensor readable = in_place ? x : torch::stable::contiguous(x);
+  Source source;
+  source.identity = x.data_ptr();
+  source.base = static_cast<const char*>(readable.data_ptr());
+  source.strides = four(readable.strides());
+  source.keepalive = std::make_shared<std::pair<Tensor, Tensor>>(x, readable);
+  group->send(info, std::move(source), peer, caller, capture);
+}
+
+// (Tensor x, Tensor(a!) window, Tensor(b!) token, int world_size, str group_name, int? peer) -> ()
+template <Direction kDirection>
+void send_into(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  const auto x = to<Tensor>(stack[0]);
+  const auto window = to<Tensor>(stack[1]);
+  const auto token = to<Tensor>(stack[2]);
+  const auto world_size = to<int64_t>(stack[3]);
+  const std::string name = take_string(stack[4]);
+  const auto peer = to<std::optional<int64_t>>(stack[5]);
+  if (const LockedGroup group(name); group) {
+    send(group, kDirection, x, window, world_size, peer.value_or(kEveryRank));
+    return;
+  }
+  call_collective("ulysses::_collective_send",
+                  std::array{from(x), from(window), from(world_size), from(name), from(peer),
+                             from(kDirection == Direction::kGather)});
+}
+
+std::vector<const void*> addresses(const std::vector<Tensor>& tensors) {
+  std::vector<const void*> result;
+  result.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    result.push_back(tensor.data_ptr());
+  }
+  return result;
+}
+
+// (Tensor(a!)[] windows, Tensor[] sources, Tensor(b!) token, int world_size, str group_name) -> ()
+void complete(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  const auto windows = to<std::vector<Tensor>>(stack[0]);
+  const auto sources = to<std::vector<Tensor>>(stack[1]);
+  const auto token = to<Tensor>(stack[2]);
+  const auto world_size = to<int64_t>(stack[3]);
+  const std::string name = take_string(stack[4]);
+  if (const LockedGroup group(name); group) {
+    group->complete(addresses(windows), addresses(sources), current_stream(group->device()));
+    return;
+  }
+  call_collective("ulysses::_collective_complete",
+                  std::array{from(windows), from(sources), from(world_size), from(name)});
+}
+
+}  // namespace
+}  // namespace ulysses_ops
+
+STABLE_TORCH_LIBRARY_IMPL(ulysses, CUDA, m) {
+  using namespace ulysses_ops;
+  m.impl("scatter_into", &send_into<Direction::kScatter>);
+  m.impl("gather_into", &send_into<Direction::kGather>);
+  m.impl("complete", &complete);
+}

@@ -1,0 +1,212 @@
+"""ulysses_attention between gloo ranks against attention in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor
+
+from ulysses_ops import (
+    AttentionWindows,
+    UlyssesCommunicator,
+    UlyssesError,
+    reserve_attention,
+    sdpa,
+    ulysses_attention,
+)
+
+Ranks = Callable[[int], RankPool]
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def whole_qkv(
+    world_size: int, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    rows = 3 * world_size
+    sizes = (heads, kv_heads, kv_heads)
+    q, k, v = (torch.randn(2, rows, size, 8, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def rows_of(x: Tensor, rank: int, world_size: int) -> Tensor:
+    return x.chunk(world_size, dim=1)[rank]
+
+
+def compare(rank: int, world_size: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    wholes = whole_qkv(world_size, heads, kv_heads, dtype)
+    q, k, v = (rows_of(x, rank, world_size) for x in wholes)
+    expected = rows_of(sdpa(*wholes), rank, world_size)
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        out = ulysses_attention(q, k, v, comm)
+        torch.testing.assert_close(out, expected, **CLOSE)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+        # windows given: no lookup, no meeting; not copied out: the window itself
+        windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), dtype)
+        with mock.patch.object(comm.agreement, "exchange", side_effect=AssertionError):
+            again = ulysses_attention(q, k, v, comm, windows=windows, copy_out=False)
+            assert again.data_ptr() == windows.out.tensor.data_ptr()
+            assert torch.equal(again, out)
+            other = ulysses_attention(-q, k, v, comm)
+        assert not torch.equal(other, out)
+        assert torch.equal(again, other)  # valid only until the next attention of this shape
+
+
+@pytest.mark.parametrize(
+    ("world_size", "heads", "kv_heads"),
+    [(1, 4, 4), (2, 4, 4), (4, 4, 4), (2, 40, 8), (4, 8, 4), (2, 6, 2), (1, 7, 1)],
+)
+def test_attention_equals_that_of_one_process(
+    ranks: Ranks, world_size: int, heads: int, kv_heads: int
+) -> None:
+    ranks(world_size).run(compare, heads, kv_heads, torch.float32, timeout_s=30)
+
+
+def test_attention_in_double_precision(ranks: Ranks) -> None:
+    ranks(2).run(compare, 4, 2, torch.float64, timeout_s=30)
+
+
+def fused_views(rank: int, world_size: int) -> None:
+    """q, k and v are views of one projection; the kernel and the scale are the caller's."""
+    wholes = whole_qkv(world_size)
+    fused = torch.stack([rows_of(x, rank, world_size) for x in wholes], dim=2)
+    q, k, v = fused.unbind(dim=2)
+    assert not q.is_contiguous()
+    seen: list[torch.Size] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.extend(x.shape for x in (q, k, v))
+        return sdpa(q * 2, k, v)
+
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        out = ulysses_attention(q, k, v, comm, attention=kernel)
+    q, k, v = wholes
+    torch.testing.assert_close(out, rows_of(sdpa(q * 2, k, v), rank, world_size), **CLOSE)
+    assert seen == [torch.Size((2, 3 * world_size, 4 // world_size, 8))] * 3
+
+
+def test_views_of_a_fused_projection_and_a_kernel_of_the_callers(ranks: Ranks) -> None:
+    ranks(2).run(fused_views, timeout_s=30)
+
+
+def test_sdpa_is_softmax_attention() -> None:
+    q, k, v = whole_qkv(1, 4, 2, torch.float64)
+    k4, v4 = (x.repeat_interleave(2, dim=2) for x in (k, v))  # head h reads KV head h // 2
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k4) / 8**0.5
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v4)
+    torch.testing.assert_close(sdpa(q, k, v), expected)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    wholes = [x.requires_grad_() for x in whole_qkv(world_size, dtype=torch.float64)]
+    expected = torch.autograd.grad(sdpa(*wholes).sin().sum(), wholes)
+    local = [rows_of(x.detach(), rank, world_size).clone().requires_grad_() for x in wholes]
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        out = ulysses_attention(local[0], local[1], local[2], comm)
+        found = torch.autograd.grad(out.sin().sum(), local)
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, rows_of(whole, rank, world_size))
+
+
+def test_gradients_are_those_of_one_process(ranks: Ranks) -> None:
+    ranks(2).run(gradients, timeout_s=30)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world_size", "match"),
+    [
+        (28, 7, 2, "H_kv=7 must be divisible by world_size=2"),
+        (40, 8, 16, "H=40 must be divisible by world_size=16"),
+        (6, 3, 2, "H_kv=3 must be divisible by world_size=2"),
+        (8, 1, 4, "H_kv=1 must be divisible by world_size=4"),
+        (12, 12, 8, "H=12 must be divisible by world_size=8"),
+        (42, 7, 4, "H=42 must be divisible by world_size=4"),
+        (40, 6, 4, "H=40 must be a multiple of H_kv=6"),
+        (40, 10, 4, "H_kv=10 must be divisible by world_size=4"),
+    ],
+)
+def test_the_error_names_the_count_that_fails(
+    heads: int, kv_heads: int, world_size: int, match: str
+) -> None:
+    """Said from the shapes alone: no other rank is needed, and none waits."""
+    q, k, v = whole_qkv(1, heads, kv_heads)
+    comm = cast("UlyssesCommunicator", SimpleNamespace(world_size=world_size))
+    with pytest.raises(ValueError, match=f"^ulysses_attention: {match}"):
+        ulysses_attention(q, k, v, comm)
+
+
+def wrong_inputs() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    q, k, v = whole_qkv(2)
+    return {
+        r"q \[6, 4, 8\], k": (q[0], k, v),
+        r"k \[2, 6, 4, 8\], v \[2, 5, 4, 8\]": (q, k, v[:, :5]),
+        r"q \[2, 6, 4, 8\], k \[2, 5, 4, 8\]": (q, k[:, :5], v[:, :5]),
+        r"q \[2, 6, 4, 8\], k \[2, 6, 4, 4\]": (q, k[..., :4], v[..., :4]),
+        r"q \[1, 6, 4, 8\], k \[2, 6, 4, 8\]": (q[:1], k, v),
+        "dtypes torch.float32, torch.float32, torch.bfloat16": (q, k, v.bfloat16()),
+        "dtypes torch.float64, torch.float32, torch.float32": (q.double(), k, v),
+    }
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    """Wrong calls, the same on every rank; a right one works after each."""
+    q, k, v = whole_qkv(world_size)
+    texts = []
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        for pattern, inputs in wrong_inputs().items():
+            with pytest.raises(ValueError, match=f"^ulysses_attention: .*{pattern}") as error:
+                ulysses_attention(*inputs, comm)
+            texts.append(str(error.value))
+            assert ulysses_attention(q, k, v, comm).shape == q.shape
+    with pytest.raises((ValueError, UlyssesError), match="is closed|no open"):
+        ulysses_attention(q, k, v, comm)
+    return texts
+
+
+def test_wrong_inputs_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2).run(refuse, timeout_s=30)
+    assert first == second
+
+
+def windows_of_another_shape(rank: int, world_size: int) -> None:
+    q, k, v = whole_qkv(world_size)
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        shape = (1, *q.shape[1:])
+        windows: AttentionWindows = reserve_attention(comm, shape, shape, q.dtype)
+        with pytest.raises(ValueError, match=r"x is \[2, 6, 4, 8\].*takes \[1, 6, 4, 8\]"):
+            ulysses_attention(q, k, v, comm, windows=windows)
+        one: Any = [x[:1] for x in (q, k, v)]
+        assert ulysses_attention(*one, comm, windows=windows).shape == shape
+
+
+def test_windows_of_another_shape_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(windows_of_another_shape, timeout_s=30)
+
+
+def fail_in_kernel(rank: int, world_size: int) -> None:
+    """An exception between the exchanges leaves nothing in flight."""
+    q, k, v = whole_qkv(world_size)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise KeyError("ours")
+
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        with pytest.raises(KeyError, match="ours"):
+            ulysses_attention(q, k, v, comm, attention=kernel)
+        assert ulysses_attention(q, k, v, comm).shape == q.shape
+
+
+def test_a_kernel_that_raises_leaves_nothing_in_flight(ranks: Ranks) -> None:
+    ranks(2).run(fail_in_kernel, timeout_s=30)
