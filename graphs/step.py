@@ -18,7 +18,7 @@ from torch import Tensor
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.ops import pending_channels
+from ulysses_ops.exchange import pending_channels
 
 RESOURCE = "captured steps"
 POLL_S = 0.0005

@@ -98,6 +98,7 @@ class RankPool:
         Raises:
             RankError: a rank raised, died, or ran past the limit.
         """
+        __tracebackhide__ = True
         message = pickle.dumps((task, args))
         try:
             if not self._ranks:
@@ -157,6 +158,7 @@ class RankPool:
 
     def _collect(self, timeout_s: float) -> list[Any]:
         """Wait for one reply of each rank."""
+        __tracebackhide__ = True
         deadline = time.monotonic() + timeout_s
         replies: dict[int, _Reply] = {}
         place = {rank.connection: number for number, rank in enumerate(self._ranks)}

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ulysses_ops.attention import AttentionKernel, AttentionWindows, reserve_attention, sdpa
 from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import capture_step
-from ulysses_ops.ops import Exchange
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PlainGraph
 from ulysses_ops.tools.exchange_rows import (
     compared,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import capture_step
-from ulysses_ops.ops import Exchange
 from ulysses_ops.reference import gather_reference, scatter_reference
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PlainGraph
 from ulysses_ops.tools.launch import RankContext

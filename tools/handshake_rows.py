@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import capture_step
-from ulysses_ops.ops import Exchange
 from ulysses_ops.tools.baselines import PlainGraph
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.peer_copy import PeerCopy

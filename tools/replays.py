@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import UlyssesError
+from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import CapturedStep, capture_step
-from ulysses_ops.ops import Exchange
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape

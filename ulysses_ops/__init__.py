@@ -9,7 +9,8 @@ from ulysses_ops.attention import (
 )
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
-from ulysses_ops.ops import Exchange, gather, scatter
+from ulysses_ops.exchange import Exchange
+from ulysses_ops.ops import gather, scatter
 from ulysses_ops.windows import Window, WindowSpec, reserve
 
 __version__ = "0.1.0"

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .ops import Exchange, gather, scatter
+from .exchange import Exchange
+from .ops import gather, scatter
 from .plan import layout_of_source
 from .windows import Window, WindowSpec, reserve
 

@@ -8,6 +8,7 @@ allocator, whose handle would expose its neighbours and fails with expandable se
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -68,7 +69,15 @@ def allocate(
             What had been made is given back.
     """
     make = _allocate_symm_mem if kind == "symm_mem" else _allocate_ipc
-    return make(num_bytes, group, device, agreement)
+
+    def work() -> SharedMemory:
+        with torch.cuda.device(device):
+            return make(num_bytes, group, device, agreement)
+
+    # In a thread of its own, where no memory pool of a compiler or a capture is in force: what the
+    # providers allocate beside the window lives as long as the window does.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
 
 
 def _raise_failures(kind: MappingKind, step: str, num_bytes: int, failures: list[str]) -> None:
@@ -184,8 +193,7 @@ def _allocate_ipc(
         release()
     _raise_failures("ipc", "opening", num_bytes, failures)
     pointers = tuple(opened.get(rank, local) for rank in range(len(records)))
-    with torch.cuda.device(device):
-        tensor = torch.as_tensor(_DeviceBytes(local, num_bytes), device=device)
+    tensor = torch.as_tensor(_DeviceBytes(local, num_bytes), device=device)
     return SharedMemory(tensor, pointers, release)
 
 

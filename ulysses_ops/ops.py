@@ -8,10 +8,8 @@ handing ``complete`` a copy of a source while the original, still being sent, is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -20,9 +18,9 @@ from torch import Tensor
 from ._native import NATIVE
 from .collective import CollectiveRounds, exchange
 from .communicator import UlyssesCommunicator, find_communicator
-from .errors import UlyssesError
+from .exchange import Exchange, check_source, window_of
 from .plan import Direction, layout_of_source
-from .windows import Window, WindowCache, WindowSpec, agree, reserve
+from .windows import WindowSpec, agree, reserve
 
 _SPLITS = "int[]? seq_splits=None, int[]? head_splits=None"
 _GROUP = "int world_size, str group_name"
@@ -52,38 +50,6 @@ _TAGS: dict[str, tuple[torch.Tag, ...]] = {
 # ---- implementations -----------------------------------------------------------------------------
 
 
-def _window_of(comm: UlyssesCommunicator, tensor: Tensor, op: str) -> Window:
-    window = WindowCache.of(comm).at(tensor.data_ptr())
-    if window is None or tensor.shape != window.tensor.shape or tensor.dtype != window.tensor.dtype:
-        message = (
-            f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is "
-            f"none of the windows of '{comm.name}'; pass Window.tensor as reserve() returned it"
-        )
-        raise ValueError(message)
-    return window
-
-
-def _check_source(
-    comm: UlyssesCommunicator, window: Window, x: Tensor, peer: int | None, op: str
-) -> None:
-    if window.layout.direction != op.removesuffix("_into"):
-        message = (
-            f"{op}: window '{window.spec.name}' is for {window.layout.direction}; use that operator"
-        )
-        raise ValueError(message)
-    if peer is not None and not 0 <= peer < comm.world_size:
-        message = f"{op}: peer={peer} must be a rank below {comm.world_size}"
-        raise ValueError(message)
-    expected = window.source_shape if peer is None else window.layout.source_shape(comm.rank, peer)
-    if x.shape != expected or x.dtype != window.spec.dtype or x.device != comm.device:
-        message = (
-            f"{op}: x is {list(x.shape)}, {x.dtype}, on {x.device}, but window "
-            f"'{window.spec.name}' takes "
-            f"{list(expected)}, {window.spec.dtype}, on {comm.device} from rank {comm.rank}"
-        )
-        raise ValueError(message)
-
-
 def _send(
     op: str,
     x: Tensor,
@@ -93,8 +59,8 @@ def _send(
     peer: int | None,
 ) -> None:
     comm = find_communicator(group_name, world_size, op)
-    window = _window_of(comm, window_tensor, op)
-    _check_source(comm, window, x, peer, op)
+    window = window_of(comm, window_tensor, op)
+    check_source(comm, window, x, peer, op)
     CollectiveRounds.of(comm).send(op, x, window, peer)
 
 
@@ -128,7 +94,7 @@ def _complete(
     group_name: str,
 ) -> None:
     comm = find_communicator(group_name, world_size, "complete")
-    found = [_window_of(comm, window, "complete") for window in windows]
+    found = [window_of(comm, window, "complete") for window in windows]
     CollectiveRounds.of(comm).complete(comm, found, sources)
 
 
@@ -393,108 +359,3 @@ def gather(
         Tensor,
         torch.ops.ulysses.gather(x, comm.world_size, comm.name, seq_splits, head_splits),
     )
-
-
-class Exchange:
-    """Several deferred sends with one completion: V, K and Q of a layer, say.
-
-    ::
-
-        with Exchange(comm) as exchange:
-            exchange.send(v, windows.v)    # leaves while k is still being computed
-            exchange.send(k, windows.k)
-            exchange.send(q, windows.q)
-        # here the windows may be read, on the current stream
-
-    A source must not be changed in place before the block ends: it is being sent. Leaving the block
-    by an exception completes nothing.
-
-    Collective: every rank sends into the same windows in the same order.
-    """
-
-    def __init__(self, comm: UlyssesCommunicator) -> None:
-        """Begin with nothing sent."""
-        self._comm = comm
-        self._windows: list[Tensor] = []
-        self._sources: list[Tensor] = []
-
-    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
-        """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
-
-        Args:
-            x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already
-                cut for that rank: ``(B, S_local, H_peer, D)`` for scatter,
-                ``(B, S_peer, H_local, D)`` for gather. With parts, the own part may be written
-                into ``window.own_view`` instead.
-            window: From :func:`ulysses_ops.reserve`.
-            peer: Rank that the part is for.
-
-        Raises:
-            ValueError: shape, dtype or device is wrong; raised before any rank waits.
-            UlyssesError: that rank's share of the window is in flight already.
-        """
-        comm = self._comm
-        if window.layout.direction == "scatter":
-            send = torch.ops.ulysses.scatter_into.default
-        else:
-            send = torch.ops.ulysses.gather_into.default
-        try:
-            send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
-        except RuntimeError as error:
-            _check_open(comm)
-            found = _window_of(comm, window.tensor, f"{window.layout.direction}_into")
-            _check_source(comm, found, x, peer, f"{window.layout.direction}_into")
-            raise UlyssesError(_sentence(error)) from error
-        if not any(window.tensor is known for known in self._windows):
-            self._windows.append(window.tensor)
-        self._sources.append(x)
-
-    def complete(self) -> None:
-        """End all exchanges: windows may be read and sources reused on the current stream."""
-        if self._windows:
-            comm = self._comm
-            try:
-                torch.ops.ulysses.complete.default(
-                    self._windows, self._sources, comm.token, comm.world_size, comm.name
-                )
-            except RuntimeError as error:
-                _check_open(comm)
-                raise UlyssesError(_sentence(error)) from error
-            self._windows, self._sources = [], []
-
-    def __enter__(self) -> Exchange:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Complete, unless an exception is on its way out."""
-        if kind is None:
-            self.complete()
-
-
-def _sentence(error: RuntimeError) -> str:
-    """The sentence of a check, without the function, file and line of the compiled library."""
-    first = str(error).splitlines()[0]
-    return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
-
-
-def _check_open(comm: UlyssesCommunicator) -> None:
-    if comm.closed:
-        message = f"communicator '{comm.name}' is closed; construct a new one"
-        raise UlyssesError(message)
-
-
-def pending_channels(comm: UlyssesCommunicator) -> str:
-    """Channels with a deferred exchange that was not completed here; empty when there is none.
-
-    Inside a capture those of the capture count, outside those of eager calls.
-    """
-    _check_open(comm)
-    if comm.copy_engine is not None:
-        return comm.copy_engine.pending()
-    return CollectiveRounds.of(comm).pending()

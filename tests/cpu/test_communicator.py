@@ -49,8 +49,9 @@ def attributes(rank: int, world_size: int) -> tuple[Any, ...]:
     with UlyssesCommunicator(timeout_s=10) as comm:
         assert (comm.rank, comm.world_size) == (rank, world_size)
         assert comm.device == torch.device("cpu")
+        assert comm.group is not None
         assert comm.group is dist.group.WORLD
-        assert comm.name == dist.group.WORLD.group_name
+        assert comm.name == comm.group.group_name
         assert find_communicator(comm.name, world_size, "test") is comm
         assert (comm.mapping, comm.signal, comm.copy_engine) == (None, None, None)
         assert comm.token.shape == (1,)

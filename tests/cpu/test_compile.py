@@ -98,7 +98,7 @@ def test_attention_and_its_gradients(compiling_ranks: RankPool) -> None:
     compiling_ranks.run(attention_with_gradients, timeout_s=100)
 
 
-# ---- modules, groups and shapes that change -------------------------------------------------------
+# ---- modules, groups and shapes that change ------------------------------------------------------
 
 
 class ThereAndBack(nn.Module):

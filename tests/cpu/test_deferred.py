@@ -12,7 +12,7 @@ from torch import Tensor
 from whole_tensors import layout_of, numbered, same_bytes
 
 from ulysses_ops import Exchange, UlyssesCommunicator, UlyssesError, Window, WindowSpec, reserve
-from ulysses_ops.ops import pending_channels
+from ulysses_ops.exchange import pending_channels
 from ulysses_ops.plan import Direction
 from ulysses_ops.reference import shard_of, window_of
 

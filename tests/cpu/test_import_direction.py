@@ -25,6 +25,7 @@ ORDER = (
     "communicator",
     "windows",
     "collective",
+    "exchange",
     "ops",
     "attention",
     "__init__",

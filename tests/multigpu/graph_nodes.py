@@ -65,11 +65,11 @@ def graph_paths(graph: int) -> list[list[str]]:
     _call("cuGraphGetEdges_v2", c_void_p(graph), sources, targets, data, byref(num_edges))
     successors: dict[int, list[int]] = {}
     for source, target in zip(sources, targets, strict=True):
-        successors.setdefault(int(source), []).append(int(target))
+        successors.setdefault(source or 0, []).append(target or 0)
 
     def walk(node: int) -> list[list[str]]:
         rest = [path for target in successors.get(node, []) for path in walk(target)]
         return [_kinds(node) + path for path in rest] or [_kinds(node)]
 
-    inner = {int(target) for target in targets}
-    return [path for node in nodes if int(node) not in inner for path in walk(int(node))]
+    inner = {target or 0 for target in targets}
+    return [path for node in nodes if node not in inner for path in walk(node or 0)]

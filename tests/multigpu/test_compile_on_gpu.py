@@ -20,7 +20,7 @@ def shards(world_size: int, number: int) -> list[Tensor]:
 
 
 def functional(rank: int, world_size: int, mode: str) -> None:
-    """Y = scatter(x); z = y.sum(); y2 = scatter(x + 1): equal to eager, results stay what they were."""
+    """Two scatters and a gather: equal to the reference, and results stay what they were."""
     with communicator() as comm:
 
         def block(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

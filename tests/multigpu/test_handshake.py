@@ -7,6 +7,7 @@ see wrong data.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -197,47 +198,79 @@ def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
 
 
 HOLD = r"""
-extern "C" __global__ void hold(volatile int* release, long long limit) {
+extern "C" __global__ void hold(volatile int* release, long long limit, volatile float* sink) {
+  __shared__ float kept[12 * 1024];  // 48 KiB
+  kept[threadIdx.x] = *sink;
   const long long begin = clock64();
   while (*release == 0 && clock64() - begin < limit) {}
+  *sink = kept[threadIdx.x];
 }
 """
+BLOCKS_PER_SM = 4  # of 48 KiB each: 192 of the 227 KiB of an H100's or H200's shared memory
 
 
-def with_all_sms_held(rank: int, world_size: int, transport: str) -> tuple[bool, bool]:
-    """Whether an exchange completed while a kernel held every SM, and its result."""
+def completes_while_held(threads: int, work: Callable[[], None]) -> bool:
+    """Whether ``work`` completes within 0.5 s while a kernel holds every SM.
+
+    The kernel takes the shared memory of every SM, as attention and matrix kernels do, and
+    ``4 * threads`` of its 2048 threads.
+    """
     hold = torch.cuda._compile_kernel(HOLD, "hold")
     release = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sink = torch.zeros(1, device="cuda")
+    one = torch.ones(1, dtype=torch.int32).pin_memory()
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    holder, caller = torch.cuda.Stream(), torch.cuda.Stream()
+    settle()
+    with torch.cuda.stream(holder):  # the limit, 3 s, only ends a broken test
+        grid = (BLOCKS_PER_SM * sms, 1, 1)
+        hold(grid=grid, block=(threads, 1, 1), args=[release, 6_000_000_000, sink])
+    time.sleep(0.05)
+    with torch.cuda.stream(caller):
+        work()
+        done = caller.record_event()
+    deadline = time.monotonic() + 0.5
+    while not done.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    completed = bool(done.query())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        release.copy_(one, non_blocking=True)
+    settle()
+    return completed
+
+
+def exchange_while_held(
+    rank: int, world_size: int, transport: str, threads: int, own_share: bool
+) -> tuple[bool, bool]:
+    """Whether an exchange completed while every SM was held, and whether its result is right."""
     with communicator(transport=transport) as comm:
         window = one_window(comm, (1, 2048, 8, 64))
-        scatter_once(comm, window, filled(window, rank, 1))
         x, right = filled(window, rank, 2), expected(window, 2)
-        holder, caller = torch.cuda.Stream(), torch.cuda.Stream()
-        one = torch.ones(1, dtype=torch.int32).pin_memory()
-        settle()
-        with torch.cuda.stream(holder):  # the limit, 3 s, only ends a broken test
-            hold(grid=(2 * sms, 1, 1), block=(1024, 1, 1), args=[release, 6_000_000_000])
-        time.sleep(0.05)
-        with torch.cuda.stream(caller):
-            scatter_once(comm, window, x)
-            done = caller.record_event()
-        deadline = time.monotonic() + 0.5
-        while not done.query() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        completed = done.query()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            release.copy_(one, non_blocking=True)
-        settle()
-        return completed, torch.equal(window.tensor, right)
+        cut = [part.contiguous() for part in x.split(list(window.layout.head_splits), dim=2)]
+        window.own_view.copy_(x[:, :, : cut[0].shape[2]])
+
+        def work() -> None:
+            with Exchange(comm) as exchange:
+                if own_share:
+                    exchange.send(x, window)
+                else:
+                    exchange.send(cut[1 - rank], window, peer=1 - rank)
+
+        work()  # what is loaded or connected at first use is there afterwards
+        return completes_while_held(threads, work), torch.equal(window.tensor, right)
 
 
-def test_an_exchange_needs_no_sm(pair: RankPool) -> None:
-    assert pair.run(with_all_sms_held, "ce") == [(True, True)] * 2
+# The own share is a local copy, which the driver runs as a kernel: it needs threads, if no shared
+# memory. Parts for peers need nothing of an SM.
+@pytest.mark.parametrize(("threads", "own_share"), [(256, True), (512, False)])
+def test_an_exchange_completes_while_all_sms_are_held(
+    pair: RankPool, threads: int, own_share: bool
+) -> None:
+    assert pair.run(exchange_while_held, "ce", threads, own_share) == [(True, True)] * 2
 
 
 def test_control_nccl_waits_for_sms(pair: RankPool) -> None:
-    assert pair.run(with_all_sms_held, "nccl") == [(False, True)] * 2
+    assert pair.run(exchange_while_held, "nccl", 256, True) == [(False, True)] * 2
 
 
 def pending_at_close(rank: int, world_size: int) -> tuple[float, bool, bool]:

@@ -1,0 +1,161 @@
+"""Grouped exchanges, what a deferred operator is checked for, and how its refusals read."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .collective import CollectiveRounds
+from .communicator import UlyssesCommunicator
+from .errors import UlyssesError
+from .windows import Window, WindowCache
+
+
+def window_of(comm: UlyssesCommunicator, tensor: Tensor, op: str) -> Window:
+    """The window that this is the tensor of.
+
+    Raises:
+        ValueError: none is.
+    """
+    window = WindowCache.of(comm).at(tensor.data_ptr())
+    if window is None or tensor.shape != window.tensor.shape or tensor.dtype != window.tensor.dtype:
+        message = (
+            f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is "
+            f"none of the windows of '{comm.name}'; pass Window.tensor as reserve() returned it"
+        )
+        raise ValueError(message)
+    return window
+
+
+def check_source(
+    comm: UlyssesCommunicator, window: Window, x: Tensor, peer: int | None, op: str
+) -> None:
+    """Raise unless ``op`` can send ``x``, or a part for ``peer``, into the window.
+
+    Raises:
+        ValueError: direction, peer, shape, dtype or device is wrong.
+    """
+    if window.layout.direction != op.removesuffix("_into"):
+        message = (
+            f"{op}: window '{window.spec.name}' is for {window.layout.direction}; use that operator"
+        )
+        raise ValueError(message)
+    if peer is not None and not 0 <= peer < comm.world_size:
+        message = f"{op}: peer={peer} must be a rank below {comm.world_size}"
+        raise ValueError(message)
+    expected = window.source_shape if peer is None else window.layout.source_shape(comm.rank, peer)
+    if x.shape != expected or x.dtype != window.spec.dtype or x.device != comm.device:
+        message = (
+            f"{op}: x is {list(x.shape)}, {x.dtype}, on {x.device}, but window "
+            f"'{window.spec.name}' takes "
+            f"{list(expected)}, {window.spec.dtype}, on {comm.device} from rank {comm.rank}"
+        )
+        raise ValueError(message)
+
+
+class Exchange:
+    """Several deferred sends with one completion: V, K and Q of a layer, say.
+
+    ::
+
+        with Exchange(comm) as exchange:
+            exchange.send(v, windows.v)    # leaves while k is still being computed
+            exchange.send(k, windows.k)
+            exchange.send(q, windows.q)
+        # here the windows may be read, on the current stream
+
+    A source must not be changed in place before the block ends: it is being sent. Leaving the block
+    by an exception completes nothing.
+
+    Collective: every rank sends into the same windows in the same order.
+    """
+
+    def __init__(self, comm: UlyssesCommunicator) -> None:
+        """Begin with nothing sent."""
+        self._comm = comm
+        self._windows: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
+        """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
+
+        Args:
+            x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already
+                cut for that rank: ``(B, S_local, H_peer, D)`` for scatter,
+                ``(B, S_peer, H_local, D)`` for gather. With parts, the own part may be written
+                into ``window.own_view`` instead.
+            window: From :func:`ulysses_ops.reserve`.
+            peer: Rank that the part is for.
+
+        Raises:
+            ValueError: shape, dtype or device is wrong; raised before any rank waits.
+            UlyssesError: that rank's share of the window is in flight already.
+        """
+        comm = self._comm
+        if window.layout.direction == "scatter":
+            send = torch.ops.ulysses.scatter_into.default
+        else:
+            send = torch.ops.ulysses.gather_into.default
+        try:
+            send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
+        except RuntimeError as error:
+            _check_open(comm)
+            found = window_of(comm, window.tensor, f"{window.layout.direction}_into")
+            check_source(comm, found, x, peer, f"{window.layout.direction}_into")
+            raise UlyssesError(_sentence(error)) from error
+        if not any(window.tensor is known for known in self._windows):
+            self._windows.append(window.tensor)
+        self._sources.append(x)
+
+    def complete(self) -> None:
+        """End all exchanges: windows may be read and sources reused on the current stream."""
+        if self._windows:
+            comm = self._comm
+            try:
+                torch.ops.ulysses.complete.default(
+                    self._windows, self._sources, comm.token, comm.world_size, comm.name
+                )
+            except RuntimeError as error:
+                _check_open(comm)
+                raise UlyssesError(_sentence(error)) from error
+            self._windows, self._sources = [], []
+
+    def __enter__(self) -> Exchange:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Complete, unless an exception is on its way out."""
+        if kind is None:
+            self.complete()
+
+
+def _sentence(error: RuntimeError) -> str:
+    """The sentence of a check, without the function, file and line of the compiled library."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
+
+
+def _check_open(comm: UlyssesCommunicator) -> None:
+    if comm.closed:
+        message = f"communicator '{comm.name}' is closed; construct a new one"
+        raise UlyssesError(message)
+
+
+def pending_channels(comm: UlyssesCommunicator) -> str:
+    """Channels with a deferred exchange that was not completed here; empty when there is none.
+
+    Inside a capture those of the capture count, outside those of eager calls.
+    """
+    _check_open(comm)
+    if comm.copy_engine is not None:
+        return comm.copy_engine.pending()
+    return CollectiveRounds.of(comm).pending()
