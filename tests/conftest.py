@@ -10,6 +10,7 @@ import torch
 from rank_pool import RankPool
 
 PoolOf = Callable[[int], RankPool]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by folder
 
 
@@ -26,13 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Pools of gloo ranks by world size, started when first used and kept for the session."""
+    """Pools of CPU ranks by world size, started when first used and kept for the session."""
     with ExitStack() as stack:
         pools: dict[int, RankPool] = {}
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(RankPool(world_size))
+                pools[world_size] = stack.enter_context(RankPool(world_size, env=NO_GPU))
             return pools[world_size]
 
         yield pool_of
@@ -40,8 +41,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(scope="session")
 def compiling_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks that compile anew each time: caches do not see that tags changed."""
-    with RankPool(2, env={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) as pool:
+    """Two CPU ranks that compile anew each time: caches do not see that tags changed."""
+    with RankPool(2, env={**NO_GPU, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) as pool:
         yield pool
 
 

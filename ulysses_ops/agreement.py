@@ -24,6 +24,7 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 POLL_S = 0.002
+COMPLETE = "complete"
 
 
 def group_store(group: ProcessGroup) -> Store:
@@ -115,11 +116,17 @@ class Agreement:
             return [json.loads(json.dumps(record))]
         keys = [self._key(meeting, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
+        outcome = COMPLETE
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise _missing(topic, self._rank, self.timeout_s, missing) from error
+        except RuntimeError:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
+        # The first to say how the meeting went is right for all: a rank that comes when another has
+        # given up is refused as well.
+        verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
+        if verdict != COMPLETE:
+            raise AgreementError(verdict)
         entries = [json.loads(self._store.get(key)) for key in keys]
         self._forget(meeting - 1)
         topics = [entry["topic"] for entry in entries]
@@ -170,6 +177,9 @@ class Agreement:
     def _left_key(self, topic: str, owner: int, leaver: int) -> str:
         return f"{self._session}/left/{topic}/{owner}/{leaver}"
 
+    def _verdict_key(self, meeting: int) -> str:
+        return f"{self._session}/{meeting}/verdict"
+
     def _key(self, meeting: int, rank: int) -> str:
         return f"{self._session}/{meeting}/{rank}"
 
@@ -180,6 +190,8 @@ class Agreement:
         """
         if meeting >= 0:
             self._store.delete_key(self._key(meeting, self._rank))
+            if self._rank == 0:
+                self._store.delete_key(self._verdict_key(meeting))
 
 
 @dataclass(frozen=True)

@@ -101,13 +101,15 @@ def ulysses_attention(
         ValueError: shapes, dtypes or devices are wrong; raised before any rank waits.
         UlyssesError: closed, or a capture needs windows that are not reserved.
 
-    Collective: every rank calls it with matching shapes, in the same order.
+    Collective: every rank calls it with matching shapes, in the same order. Differentiable where
+    an input requires grad; windows are then left alone.
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     _check(q, k, v, comm.world_size)
-    if windows is None and torch.compiler.is_compiling():
-        # Looking a window up is host work that a compiler cannot trace; the functional form can be.
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if needs_grad or (windows is None and torch.compiler.is_compiling()):
+        # Windows have no gradient, and looking one up is host work that a compiler cannot trace.
         return gather(attention(scatter(q, comm), scatter(k, comm), scatter(v, comm)), comm)
     if windows is None:
         windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), q.dtype)

@@ -112,7 +112,8 @@ class UlyssesCommunicator:
         """
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and group.rank() < 0:
+        # For ranks outside a group torch hands out a number in its place.
+        if group is not None and not isinstance(group, ProcessGroup):
             message = "UlyssesCommunicator: this process is not a rank of the group given to it"
             raise ValueError(message)
         self.group = group

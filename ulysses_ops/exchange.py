@@ -95,6 +95,12 @@ class Exchange:
             UlyssesError: that rank's share of the window is in flight already.
         """
         comm = self._comm
+        if x.requires_grad and torch.is_grad_enabled():
+            message = (
+                f"{window.layout.direction}_into: x requires grad, and a window has no gradient; "
+                f"call it under torch.no_grad(), or use {window.layout.direction}()"
+            )
+            raise ValueError(message)
         if window.layout.direction == "scatter":
             send = torch.ops.ulysses.scatter_into.default
         else:

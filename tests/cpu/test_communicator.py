@@ -70,12 +70,12 @@ def test_what_it_tells_of_itself(ranks: Ranks) -> None:
 
 def test_one_process_without_a_group_is_one_rank() -> None:
     assert not dist.is_initialized()
-    with UlyssesCommunicator() as comm:
+    with UlyssesCommunicator(device="cpu") as comm:
         assert (comm.name, comm.rank, comm.world_size, comm.group) == ("ulysses", 0, 1, None)
         assert comm.transport == "local"
         assert "there is no peer" in comm.reasons[0]
         check_service(comm)
-    with UlyssesCommunicator(name="mine", transport="gloo") as comm:
+    with UlyssesCommunicator(name="mine", device="cpu", transport="gloo") as comm:
         assert find_communicator("mine", 1, "test") is comm
 
 
@@ -136,7 +136,7 @@ def test_a_probe_that_breaks_on_one_rank_is_said_by_all(ranks: Ranks) -> None:
 
 
 def lack(rank: int, world_size: int) -> tuple[str, tuple[str, ...]]:
-    """Rank 1 has neither NVML nor the compiled libraries; CPU tensors need none of them."""
+    """On rank 1 NVML cannot be imported."""
     without = {"pynvml": None} if rank == 1 else {}
     with mock.patch.dict(sys.modules, without), UlyssesCommunicator(timeout_s=10) as comm:
         check_service(comm)

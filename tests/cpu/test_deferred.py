@@ -139,6 +139,39 @@ def test_one_source_may_go_into_two_windows(ranks: Ranks) -> None:
     ranks(2).run(one_source_twice, timeout_s=20)
 
 
+def lazy_minus_sign(rank: int, world_size: int) -> None:
+    """The sign of such a view is not in memory: what is sent is a copy that has it."""
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        x, received, (window,) = open_windows(comm, "a")
+        source = torch.complex(torch.zeros_like(x), -x).conj().imag
+        assert source.is_neg()
+        with Exchange(comm) as exchange:
+            exchange.send(source, window)
+        assert torch.equal(window.tensor, received)
+
+
+def test_a_source_with_a_lazy_minus_sign(ranks: Ranks) -> None:
+    ranks(2).run(lazy_minus_sign, timeout_s=20)
+
+
+def no_gradient(rank: int, world_size: int) -> None:
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        x, received, (window,) = open_windows(comm, "a")
+        leaf = x.clone().requires_grad_()
+        with Exchange(comm) as exchange:
+            for source in (leaf, leaf * 1):
+                with pytest.raises(ValueError, match=r"requires grad.*no_grad.*or use scatter"):
+                    exchange.send(source, window)
+            with torch.no_grad():
+                exchange.send(leaf, window)
+        assert torch.equal(window.tensor, received)
+        assert not window.tensor.requires_grad
+
+
+def test_a_source_that_needs_a_gradient_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(no_gradient, timeout_s=20)
+
+
 def channels_in_any_order(rank: int, world_size: int) -> None:
     with UlyssesCommunicator(timeout_s=10) as comm:
         x, received, (a, b) = open_windows(comm, "a", "b")

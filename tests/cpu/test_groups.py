@@ -19,7 +19,7 @@ from ulysses_ops.reference import shard_of, window_of
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
     """Ranks of their own, for tests that take process groups down."""
-    with RankPool(4) as pool:
+    with RankPool(4, env={"CUDA_VISIBLE_DEVICES": ""}) as pool:
         yield pool
 
 
@@ -77,7 +77,7 @@ def not_a_member(rank: int, world_size: int) -> None:
         with UlyssesCommunicator(group, timeout_s=10) as comm:
             check_service(comm)
     else:
-        with pytest.raises((ValueError, AttributeError, TypeError)):
+        with pytest.raises(ValueError, match="this process is not a rank of the group"):
             UlyssesCommunicator(group, timeout_s=10)
 
 
