@@ -1,6 +1,7 @@
 // `_C_cuda`: the private operators of the copy-engine transport; the public ones are in
 // public_ops.cpp. Groups are numbers here because a string argument leaks in the stable ABI's
 // unboxing; the two calls that take names run once a group or a window.
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -20,6 +21,7 @@ namespace {
 int64_t create_group(std::string name, int64_t rank, int64_t world_size, int64_t device,
                      std::vector<int64_t> word_bases, int64_t signal_kind) {
   const std::lock_guard<std::mutex> lock(Registry::get().mutex());
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   SignalPath path;
   path.kind = static_cast<SignalKind>(signal_kind);
   path.flush_remote = device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) == 1;
@@ -95,9 +97,12 @@ std::string pending(int64_t number) {
   return group->pending(capture_id(current_stream(group->device())));
 }
 
-int64_t current_capture(int64_t number) {
+// Id of the current stream's capture, which from now on belongs to this group.
+int64_t own_capture(int64_t number) {
   const LockedGroup group(number, "capture");
-  return static_cast<int64_t>(capture_id(current_stream(group->device())));
+  const CaptureId capture = capture_id(current_stream(group->device()));
+  group->lanes().set_capture_owner(capture, group.get());
+  return static_cast<int64_t>(capture);
 }
 
 std::vector<int64_t> window_states(int64_t number) {
@@ -123,14 +128,7 @@ void after_replay(int64_t number) {
 bool is_idle(int64_t number) {
   const LockedGroup group(number, "idle");
   const RelaxedCaptureMode relaxed;
-  for (const cudaStream_t lane : {group->lanes().copy(), group->lanes().own()}) {
-    const cudaError_t status = cudaStreamQuery(lane);
-    if (status == cudaErrorNotReady) {
-      return false;
-    }
-    UOPS_CUDA_CHECK(status);
-  }
-  return true;
+  return group->lanes().is_idle();
 }
 
 void poison_windows(int64_t number) {
@@ -187,7 +185,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
       "int[] seq_splits, int[] head_splits, int[] bases) -> ()");
   m.def("_ce_remove_window(int group, int base) -> ()");
   m.def("_ce_pending(int group) -> str");
-  m.def("_ce_current_capture(int group) -> int");
+  m.def("_ce_own_capture(int group) -> int");
   m.def("_ce_window_states(int group) -> int[]");
   m.def("_ce_forget_capture(int group, int capture) -> ()");
   m.def("_ce_abandon_captures(int group) -> ()");
@@ -219,7 +217,7 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_add_window", TORCH_BOX(&add_window));
   m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
   m.impl("_ce_pending", TORCH_BOX(&pending));
-  m.impl("_ce_current_capture", TORCH_BOX(&current_capture));
+  m.impl("_ce_own_capture", TORCH_BOX(&own_capture));
   m.impl("_ce_window_states", TORCH_BOX(&window_states));
   m.impl("_ce_forget_capture", TORCH_BOX(&forget_capture));
   m.impl("_ce_abandon_captures", TORCH_BOX(&abandon_captures));

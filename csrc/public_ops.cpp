@@ -66,7 +66,7 @@ void send(const LockedGroup& group, Direction direction, const Tensor& x, const 
                   " does not fit window '", info.name, "' of another dtype, or on device ",
                   group->device());
   const cudaStream_t caller = current_stream(group->device());
-  const CaptureId capture = group->lanes().admit(caller, op);
+  const CaptureId capture = group->admit(caller, op);
   group->check_send(info, peer, capture, op);
   const auto shape = four(x.sizes());
   const auto expected = info.layout.source_shape(group->rank(), peer);

@@ -70,6 +70,7 @@ class LockedGroup {
 
   explicit operator bool() const { return group_ != nullptr; }
   Group* operator->() const { return group_; }
+  Group* get() const { return group_; }
 
  private:
   std::lock_guard<std::mutex> lock_;

@@ -83,9 +83,14 @@ class CapturedStep:
             raise UlyssesError(message)
         if inputs:
             self._copy_in(inputs)
+        with torch.cuda.device(self._comm.device):
+            self._launch(graph)
+        return self.outputs
+
+    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         if self._engine is None:
             graph.replay()
-            return self.outputs
+            return
         pending = self._engine.pending()
         if pending:
             message = f"replay: channel '{pending}' has an exchange in flight; complete it first"
@@ -93,7 +98,6 @@ class CapturedStep:
         self._engine.before_replay()
         graph.replay()
         self._engine.after_replay()
-        return self.outputs
 
     def _copy_in(self, inputs: Sequence[Tensor]) -> None:
         if len(inputs) != len(self.inputs):
@@ -122,7 +126,15 @@ class CapturedStep:
         """Give the graph and its memory back once its replays are over. Local, idempotent."""
         if self._graph is None:
             return
-        torch.cuda.synchronize(self._comm.device)
+        # The copy chain is ordered behind every replay, so that its wait is theirs, with a limit.
+        if self._engine is None:
+            torch.cuda.synchronize(self._comm.device)
+        elif not self._engine.closed and not self._engine.wait_idle(self._comm.timeout_s):
+            message = (
+                f"close: replays did not finish within {self._comm.timeout_s:g} s; "
+                f"close the communicator"
+            )
+            raise UlyssesError(message)
         self._graph.reset()
         self._graph = None
         self.outputs = None
@@ -167,6 +179,13 @@ def capture_step(
             f"captured; use a CUDA device and transport 'ce' or 'nccl'"
         )
         raise UlyssesError(message)
+    with torch.cuda.device(comm.device):
+        return _capture_step(comm, step, inputs, warmup)
+
+
+def _capture_step(
+    comm: UlyssesCommunicator, step: Callable[..., Any], inputs: Sequence[Tensor], warmup: int
+) -> CapturedStep:
     if torch.cuda.is_current_stream_capturing():
         message = "capture_step: this stream is being captured already; end that capture first"
         raise UlyssesError(message)
@@ -231,7 +250,7 @@ def _capture(
         # Other threads (the watchdog of NCCL, say) may go on using CUDA meanwhile.
         with torch.cuda.graph(captured.graph, capture_error_mode="thread_local"):
             try:
-                captured.number = 0 if engine is None else engine.current_capture()
+                captured.number = 0 if engine is None else engine.own_capture()
                 captured.outputs = step(*static)
                 _refuse_pending(comm)
             except Exception as error:

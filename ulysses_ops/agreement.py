@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from .errors import AgreementError
@@ -43,6 +44,13 @@ def _missing(topic: str, rank: int, timeout_s: float, missing: list[int]) -> Agr
     )
 
 
+def _store_gone(topic: str, rank: int) -> AgreementError:
+    return AgreementError(
+        f"{topic}: rank {rank} lost the store that the ranks meet through; the process that hosts "
+        f"it, as a rule that of rank 0, has ended"
+    )
+
+
 def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
     """Meet for the first time under ``name`` and return a session name that was never used before.
 
@@ -52,6 +60,13 @@ def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) 
     Raises:
         AgreementError: a rank did not come within ``timeout_s``.
     """
+    try:
+        return _greet(store, name, rank, world_size, timeout_s)
+    except dist.DistNetworkError:
+        raise _store_gone(f"construction of '{name}'", rank) from None
+
+
+def _greet(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
     keys = [f"{name}/hello/{peer}" for peer in range(world_size)]
     nonces = {rank: secrets.token_hex(8)}
     deadline = time.monotonic() + timeout_s
@@ -114,6 +129,12 @@ class Agreement:
         self._meeting += 1
         if self._world_size == 1:
             return [json.loads(json.dumps(record))]
+        try:
+            return self._meet(topic, meeting, record)
+        except dist.DistNetworkError:
+            raise _store_gone(topic, self._rank) from None
+
+    def _meet(self, topic: str, meeting: int, record: Record) -> list[Record]:
         keys = [self._key(meeting, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
         outcome = COMPLETE
@@ -121,7 +142,8 @@ class Agreement:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
+            if absent:
+                outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
         # The first to say how the meeting went is right for all: a rank that comes when another has
         # given up is refused as well.
         verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
@@ -208,7 +230,10 @@ class Disagreement:
         return "; ".join(f"ranks {ranks}: {value}" for value, ranks in by_value.items())
 
 
-def find_disagreement(records: Sequence[Record]) -> Disagreement | None:
+def find_disagreement(records: Sequence[Record | str]) -> Disagreement | None:
     """``None`` when all records are equal."""
-    values = tuple(json.dumps(record, sort_keys=True) for record in records)
+    values = tuple(
+        record if isinstance(record, str) else json.dumps(record, sort_keys=True)
+        for record in records
+    )
     return None if len(set(values)) == 1 else Disagreement(values)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .exchange import Exchange
+from .exchange import Exchange, check_source
 from .ops import gather, scatter
 from .plan import layout_of_source
 from .windows import Window, WindowSpec, reserve
@@ -113,6 +113,9 @@ def ulysses_attention(
         return gather(attention(scatter(q, comm), scatter(k, comm), scatter(v, comm)), comm)
     if windows is None:
         windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), q.dtype)
+    # All of them before the first leaves: a refusal between two sends would leave one in flight.
+    for x, window in ((v, windows.v), (k, windows.k), (q, windows.q)):
+        check_source(comm, window, x, None, "scatter_into")
     with Exchange(comm) as exchange:
         exchange.send(v, windows.v)
         exchange.send(k, windows.k)

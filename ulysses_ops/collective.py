@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import find_disagreement
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .plan import Layout
 from .windows import Window
 
 RESOURCE = "collective"
+NAME_BYTES = 400
 
 
 @dataclass
@@ -49,6 +52,12 @@ class CollectiveRounds:
         """Forget what was never completed."""
         self._sent.clear()
 
+    def abandon(self, windows: Sequence[Window]) -> None:
+        """Forget what was sent into these windows: nothing of it has left yet."""
+        for window in windows:
+            window.is_in_flight = False
+            self._sent.pop(window.tensor.data_ptr(), None)
+
     def send(self, op: str, x: Tensor, window: Window, peer: int | None) -> None:
         """Note a tensor, or the part for one rank, to be sent.
 
@@ -68,6 +77,7 @@ class CollectiveRounds:
             sent.whole = x
         else:
             sent.parts[peer] = x
+        window.is_in_flight = True
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             window.is_captured = True
 
@@ -80,8 +90,7 @@ class CollectiveRounds:
             UlyssesError: windows and sources are not exactly those in flight.
         """
         rounds = self._checked(comm, windows, sources)
-        for sent in rounds:
-            del self._sent[sent.window.tensor.data_ptr()]
+        self.abandon([sent.window for sent in rounds])
         for sent in rounds:
             chunks = (
                 _cut(sent.whole, sent.window.layout)
@@ -89,7 +98,7 @@ class CollectiveRounds:
                 # An own part that is missing was written into the window by its producer.
                 else [sent.parts.get(peer, sent.window.own_view) for peer in range(comm.world_size)]
             )
-            _exchange(comm, sent.window.layout, chunks, sent.window.tensor)
+            _exchange(comm, sent.window.layout, chunks, sent.window.tensor, sent.window.key)
 
     def _checked(
         self, comm: UlyssesCommunicator, windows: list[Window], sources: list[Tensor]
@@ -135,10 +144,10 @@ class CollectiveRounds:
         return rounds
 
 
-def exchange(comm: UlyssesCommunicator, layout: Layout, x: Tensor) -> Tensor:
+def exchange(comm: UlyssesCommunicator, layout: Layout, x: Tensor, name: str) -> Tensor:
     """Send ``x`` and return what is received, a fresh contiguous tensor. Collective."""
     out = torch.empty(layout.window_shape(comm.rank), dtype=x.dtype, device=x.device)
-    _exchange(comm, layout, _cut(x, layout), out)
+    _exchange(comm, layout, _cut(x, layout), out, name)
     return out
 
 
@@ -149,7 +158,9 @@ def _cut(x: Tensor, layout: Layout) -> list[Tensor]:
     return list(x.split(list(layout.seq_splits), dim=1))
 
 
-def _exchange(comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], out: Tensor) -> None:
+def _exchange(
+    comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], out: Tensor, name: str
+) -> None:
     """Trade ``chunks`` (one a receiver) and write what arrives into ``out``."""
     scatter = layout.direction == "scatter"
     dim, splits = (1, layout.seq_splits) if scatter else (2, layout.head_splits)
@@ -158,6 +169,8 @@ def _exchange(comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], o
         if chunks[0].data_ptr() != views[0].data_ptr():
             views[0].copy_(chunks[0])
         return
+    if out.device.type == "cpu":
+        _check_all_mean(comm, name)
     packed = torch.cat([_bytes(chunk) for chunk in chunks])
     received = torch.empty(
         sum(view.numel() for view in views) * out.element_size(),
@@ -169,6 +182,25 @@ def _exchange(comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], o
     dist.all_to_all_single(received, packed, sizes, sent_sizes, group=comm.group)
     for view, piece in zip(views, received.split(sizes), strict=True):
         view.copy_(piece.view(out.dtype).view(view.shape))
+
+
+def _check_all_mean(comm: UlyssesCommunicator, name: str) -> None:
+    """Compare what the ranks are about to exchange: on the CPU that costs little beside gloo.
+
+    Raises:
+        UlyssesError: they differ; the same text on every rank.
+    """
+    text = name.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    names = [torch.empty(NAME_BYTES, dtype=torch.uint8) for _ in range(comm.world_size)]
+    dist.all_gather(names, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=comm.group)
+    told = [bytes(entry.tolist()).decode().strip() for entry in names]
+    differing = find_disagreement(told)
+    if differing is not None:
+        message = (
+            f"complete: ranks are in different exchanges: {differing.describe()}; every rank must "
+            f"make the same calls in the same order"
+        )
+        raise UlyssesError(message)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from .agreement import Agreement, find_disagreement, group_store, join
 from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
-from .errors import TopologyError, UlyssesError
+from .errors import AgreementError, TopologyError, UlyssesError
 from .mapping import MAPPING_KINDS, MappingKind
 from .topology import Topology, probe
 
@@ -41,17 +42,25 @@ class _State:
         self.resources: dict[str, Any] = {}
 
     def close(self) -> None:
+        """Give everything up; every step is tried, whatever the others raise."""
         if self.closed:
             return
         self.closed = True
-        if self.copy_engine is not None:
-            self.copy_engine.settle(CLOSE_TIMEOUT_S)
-        for resource in reversed(list(self.resources.values())):
-            resource.close()
-        self.resources.clear()
-        if self.copy_engine is not None:
-            self.copy_engine.close()
+        engine = self.copy_engine
+        with ExitStack() as steps:  # runs in reverse
+            if engine is not None:
+                steps.callback(engine.close)
+            for resource in self.resources.values():
+                steps.callback(resource.close)
+            if engine is not None and not engine.settle(CLOSE_TIMEOUT_S):
+                # Work is queued behind a wait that nobody ends. What it reads and writes stays.
+                steps.pop_all()
+                engine.forget()
+                _KEPT.append(self)
 
+
+# States whose memory is still in use by work that could not be ended; kept until the process is.
+_KEPT: list[_State] = []
 
 # Names in operator schemas -> communicators. Weak: a name keeps nothing alive.
 _BY_NAME: weakref.WeakValueDictionary[str, UlyssesCommunicator] = weakref.WeakValueDictionary()
@@ -124,6 +133,8 @@ class UlyssesCommunicator:
         self.max_windows = max_windows
         self.mapping: MappingKind | None = None
         self._state = _State()
+        weakref.finalize(self, self._state.close)
+        _check_timeout(timeout_s)
         self.agreement = self._join()
 
         wanted = {
@@ -131,6 +142,7 @@ class UlyssesCommunicator:
             "mapping": mapping,
             "signal": signal,
             "max_windows": max_windows,
+            "timeout_s": timeout_s,
             "allow_shared_devices": allow_shared_devices,
         }
         self.device, topologies = self._meet(wanted, device)
@@ -140,13 +152,14 @@ class UlyssesCommunicator:
             decision = self._establish_copy_engine(decision, topologies, request, mapping, signal)
         if decision.transport is None:
             raise TopologyError(f"UlyssesCommunicator: {'; '.join(decision.reasons)}")
-        for text in decision.warnings:
-            warnings.warn(f"UlyssesCommunicator: {text}", RuntimeWarning, stacklevel=2)
         self.transport: str = decision.transport
         self.reasons = decision.reasons
-        self.token = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._confirm()
+        with torch.inference_mode(False):
+            self.token = torch.zeros(1, dtype=torch.int32, device=self.device)
         _BY_NAME[self.name] = self
-        weakref.finalize(self, self._state.close)
+        for text in decision.warnings:
+            warnings.warn(f"UlyssesCommunicator: {text}", RuntimeWarning, stacklevel=2)
 
     def _join(self) -> Agreement:
         if self.group is None:
@@ -212,12 +225,22 @@ class UlyssesCommunicator:
                     device=self.device,
                     agreement=self.agreement,
                 )
+            except AgreementError:
+                raise  # the ranks are apart: no verdict of one of them counts
             except UlyssesError as error:
                 causes.append(str(error))
                 continue
             self.mapping = kind
             return decision
         return decide_without_ce(topologies, request, causes)
+
+    def _confirm(self) -> None:
+        """Every rank has come to the same end."""
+        end = {"transport": self.transport, "mapping": self.mapping, "signal": self.signal}
+        differing = find_disagreement(self.agreement.exchange("UlyssesCommunicator", end))
+        if differing is not None:
+            message = f"UlyssesCommunicator: ranks came to different ends: {differing.describe()}"
+            raise AgreementError(message)
 
     def _is_current(self) -> bool:
         """Whether the group that this was made with still exists under its name."""
@@ -235,6 +258,16 @@ class UlyssesCommunicator:
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._state.closed
+
+    def check_open(self, op: str) -> None:
+        """Raise if it is closed.
+
+        Raises:
+            UlyssesError: it is.
+        """
+        if self.closed:
+            message = f"{op}: communicator '{self.name}' is closed; construct a new one"
+            raise UlyssesError(message)
 
     @property
     def copy_engine(self) -> CopyEngineGroup | None:
@@ -278,6 +311,15 @@ class UlyssesCommunicator:
         """Close."""
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesCommunicator:
+        """Itself: a copy of a module talks to the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: it stands for this process among its ranks."""
+        message = f"communicator '{self.name}' cannot be pickled; construct one in each process"
+        raise TypeError(message)
+
     def __repr__(self) -> str:
         """Name, place and transport."""
         return (
@@ -292,11 +334,13 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
 
     Raises:
         ValueError: there is none, or it has another number of ranks.
+        UlyssesError: it is closed.
     """
     found = _BY_NAME.get(name)
-    if found is None or found.closed:
-        message = f"{op}: no open communicator is named {name!r}; construct a UlyssesCommunicator"
+    if found is None:
+        message = f"{op}: no communicator is named {name!r}; construct a UlyssesCommunicator"
         raise ValueError(message)
+    found.check_open(op)
     if found.world_size != world_size:
         message = (
             f"{op}: world_size={world_size}, but communicator {name!r} has {found.world_size} "
@@ -317,8 +361,23 @@ def _check_arguments(wanted: dict[str, Any]) -> None:
         if value is not None and value not in allowed:
             message = f"{argument}={value!r} must be one of {allowed} or None"
             raise ValueError(message)
-    if wanted["max_windows"] < 1:
-        message = f"max_windows={wanted['max_windows']} must be at least 1"
+    if not isinstance(wanted["max_windows"], int) or wanted["max_windows"] < 1:
+        message = f"max_windows={wanted['max_windows']!r} must be a whole number, at least 1"
+        raise ValueError(message)
+    needs_ce = [name for name in ("mapping", "signal") if wanted[name] is not None]
+    if needs_ce and wanted["transport"] not in (None, "ce"):
+        message = (
+            f"{needs_ce[0]}= goes with transport='ce', not {wanted['transport']!r}; leave it out"
+        )
+        raise ValueError(message)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    """Checked before the first meeting, which it limits."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        message = (
+            f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0"
+        )
         raise ValueError(message)
 
 

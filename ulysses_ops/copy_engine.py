@@ -73,6 +73,8 @@ class CopyEngineGroup:
             ),
         )
         if failures:
+            if number is not None:
+                torch.ops.ulysses._ce_destroy_group(number)
             words.release()
             message = f"{mapping}: the group cannot be made on {'; '.join(failures)}"
             raise UlyssesError(message)
@@ -110,6 +112,11 @@ class CopyEngineGroup:
             peer for peer, word in enumerate(words) if peer != self._rank and int(word) != value
         ]
 
+    @property
+    def closed(self) -> bool:
+        """Whether the group is forgotten."""
+        return self._closed
+
     def add_window(
         self, name: str, channel: str, tag: int, layout: Layout, itemsize: int, memory: SharedMemory
     ) -> None:
@@ -141,9 +148,9 @@ class CopyEngineGroup:
         names: str = torch.ops.ulysses._ce_pending(self.number)
         return names
 
-    def current_capture(self) -> int:
-        """Id of the capture that the current stream takes part in; 0 outside."""
-        return int(torch.ops.ulysses._ce_current_capture(self.number))
+    def own_capture(self) -> int:
+        """Claim the current stream's capture for this group alone, and return its id."""
+        return int(torch.ops.ulysses._ce_own_capture(self.number))
 
     def window_states(self) -> dict[int, tuple[int, int]]:
         """Address of each window -> when it was last used (higher is later), graphs that use it."""
@@ -171,15 +178,18 @@ class CopyEngineGroup:
         """Wait on the host until the copy chain is idle; ``False`` when the time is up."""
         return _poll(lambda: bool(torch.ops.ulysses._ce_is_idle(self.number)), timeout_s)
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self, timeout_s: float) -> bool:
         """Wait out what is in flight, or end it: local, and bounded.
 
         When a peer does not answer within ``timeout_s``, every window is filled with NaN bytes and
         the waits are released, so that nothing hangs and no half-filled result looks like a good
         one.
+
+        Returns:
+            Whether the copy chain is idle now; if not, its memory must stay.
         """
         if self.wait_idle(timeout_s):
-            return
+            return True
         torch.ops.ulysses._ce_poison_windows(self.number)
 
         def release() -> bool:
@@ -194,12 +204,18 @@ class CopyEngineGroup:
             RuntimeWarning,
             stacklevel=2,
         )
+        return released
+
+    def forget(self) -> None:
+        """Forget the group, but keep its words: something on the device may still use them."""
+        if not self._closed:
+            self._closed = True
+            torch.ops.ulysses._ce_destroy_group(self.number)
 
     def close(self) -> None:
         """Forget the group and give up its words. Local; call it when nothing is in flight."""
         if not self._closed:
-            self._closed = True
-            torch.ops.ulysses._ce_destroy_group(self.number)
+            self.forget()
             self._words.release()
 
 

@@ -68,7 +68,8 @@ class Exchange:
         # here the windows may be read, on the current stream
 
     A source must not be changed in place before the block ends: it is being sent. Leaving the block
-    by an exception completes nothing.
+    by an exception completes nothing: with NCCL and gloo what was sent is forgotten, with the copy
+    engines it is on its way and the communicator has to be closed.
 
     Collective: every rank sends into the same windows in the same order.
     """
@@ -76,7 +77,7 @@ class Exchange:
     def __init__(self, comm: UlyssesCommunicator) -> None:
         """Begin with nothing sent."""
         self._comm = comm
-        self._windows: list[Tensor] = []
+        self._windows: list[Window] = []
         self._sources: list[Tensor] = []
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
@@ -105,15 +106,17 @@ class Exchange:
             send = torch.ops.ulysses.scatter_into.default
         else:
             send = torch.ops.ulysses.gather_into.default
+        if x.is_conj() or x.is_neg():  # lazy views, which a dispatcher would copy at each use
+            x = x.resolve_conj().resolve_neg()
         try:
             send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
         except RuntimeError as error:
-            _check_open(comm)
+            comm.check_open("exchange")
             found = window_of(comm, window.tensor, f"{window.layout.direction}_into")
             check_source(comm, found, x, peer, f"{window.layout.direction}_into")
             raise UlyssesError(_sentence(error)) from error
-        if not any(window.tensor is known for known in self._windows):
-            self._windows.append(window.tensor)
+        if window not in self._windows:
+            self._windows.append(window)
         self._sources.append(x)
 
     def complete(self) -> None:
@@ -122,10 +125,14 @@ class Exchange:
             comm = self._comm
             try:
                 torch.ops.ulysses.complete.default(
-                    self._windows, self._sources, comm.token, comm.world_size, comm.name
+                    [window.tensor for window in self._windows],
+                    self._sources,
+                    comm.token,
+                    comm.world_size,
+                    comm.name,
                 )
             except RuntimeError as error:
-                _check_open(comm)
+                comm.check_open("complete")
                 raise UlyssesError(_sentence(error)) from error
             self._windows, self._sources = [], []
 
@@ -142,6 +149,8 @@ class Exchange:
         """Complete, unless an exception is on its way out."""
         if kind is None:
             self.complete()
+        elif self._comm.copy_engine is None:
+            CollectiveRounds.of(self._comm).abandon(self._windows)
 
 
 def _sentence(error: RuntimeError) -> str:
@@ -150,18 +159,12 @@ def _sentence(error: RuntimeError) -> str:
     return re.sub(r"^\w+, csrc/[\w./]+:\d+, ", "", first)
 
 
-def _check_open(comm: UlyssesCommunicator) -> None:
-    if comm.closed:
-        message = f"communicator '{comm.name}' is closed; construct a new one"
-        raise UlyssesError(message)
-
-
 def pending_channels(comm: UlyssesCommunicator) -> str:
     """Channels with a deferred exchange that was not completed here; empty when there is none.
 
     Inside a capture those of the capture count, outside those of eager calls.
     """
-    _check_open(comm)
+    comm.check_open("exchange")
     if comm.copy_engine is not None:
         return comm.copy_engine.pending()
     return CollectiveRounds.of(comm).pending()

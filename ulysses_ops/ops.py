@@ -153,7 +153,7 @@ def _functional(
         raise ValueError(message)
     if comm.copy_engine is None:
         agree(comm, spec)
-        return exchange(comm, spec.layout(world_size), x)
+        return exchange(comm, spec.layout(world_size), x, spec.key(world_size))
     (window,) = reserve(comm, [spec])
     with Exchange(comm) as in_flight:
         in_flight.send(x, window)

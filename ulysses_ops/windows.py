@@ -49,6 +49,16 @@ class WindowSpec:
     seq_splits: tuple[int, ...] | None = None
     head_splits: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Take lists too, and refuse what no rank could allocate."""
+        for name in ("shape", "seq_splits", "head_splits"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.dtype, torch.dtype):
+            message = f"WindowSpec: dtype={self.dtype!r} must be a torch.dtype"
+            raise ValueError(message)
+
     @classmethod
     def of_layout(
         cls, name: str, layout: Layout, dtype: torch.dtype, channel: str | None = None
@@ -112,6 +122,7 @@ class Window:
         memory: The mapping behind it; ``None`` where no peer writes it directly.
         is_captured: A graph was captured that uses it on a transport that cannot tell when that
             graph is gone, so it stays.
+        is_in_flight: Sent into and not completed yet, on a transport other than ``ce``.
     """
 
     spec: WindowSpec
@@ -122,6 +133,7 @@ class Window:
     key: str
     memory: SharedMemory | None = field(default=None, repr=False)
     is_captured: bool = field(default=False, repr=False)
+    is_in_flight: bool = field(default=False, repr=False)
 
     @property
     def channel(self) -> str:
@@ -180,7 +192,7 @@ class WindowCache:
         free = [
             window
             for key, window in self._by_key.items()
-            if key not in keep and not window.is_captured
+            if key not in keep and not window.is_captured and not window.is_in_flight
         ]
         if self._copy_engine is not None:
             busy = self._copy_engine.pending().split(", ")
@@ -246,19 +258,18 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
         UlyssesError: closed; inside a capture; out of memory on some rank; or all windows are
         pinned.
     """
-    if comm.closed:
-        message = f"reserve: communicator '{comm.name}' is closed; construct a new one"
-        raise UlyssesError(message)
+    comm.check_open("reserve")
     cache = WindowCache.of(comm)
     keys = [spec.key(comm.world_size) for spec in specs]
     missing = [key for key in dict.fromkeys(keys) if cache.find(key) is None]
     if missing:
         for spec in specs:
             _refuse_empty(spec, comm.world_size)
-        refuse_in_capture(comm, "reserve", missing)
+        _refuse_capture_and_fakes(comm, missing)
         _make_room(comm, cache, keys, missing)
-        for key in missing:
-            _allocate_window(comm, cache, specs[keys.index(key)], key)
+        with torch.inference_mode(False):  # a window outlives the mode that it is first used in
+            for key in missing:
+                _allocate_window(comm, cache, specs[keys.index(key)], key)
     found = [cache.find(key) for key in keys]
     return [window for window in found if window is not None]
 
@@ -274,21 +285,28 @@ def agree(comm: UlyssesCommunicator, spec: WindowSpec) -> None:
     cache = WindowCache.of(comm)
     key = spec.key(comm.world_size)
     if not cache.is_agreed(key):
-        refuse_in_capture(comm, "reserve", [key])
+        _refuse_capture_and_fakes(comm, [key])
         _meet(comm, {"wanted": [key]})
         cache.note_agreed(key)
 
 
-def refuse_in_capture(comm: UlyssesCommunicator, op: str, keys: Sequence[str]) -> None:
-    """Raise where memory would have to be allocated while a graph is being captured.
+def _refuse_capture_and_fakes(comm: UlyssesCommunicator, keys: Sequence[str]) -> None:
+    """Raise where memory that lasts cannot be allocated.
 
-    Asks the host only: the capture goes on being valid.
+    Asks the host only: a capture goes on being valid.
     """
-    if comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if comm.device.type == "cuda":
+        with torch.cuda.device(comm.device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
+            message = (
+                f"reserve: not reserved before this capture: {'; '.join(keys)}; "
+                f"call reserve() on every rank, or run the step once eagerly, before capturing"
+            )
+            raise UlyssesError(message)
+    if type(torch.empty(0)) is not Tensor:
         message = (
-            f"{op}: not reserved before this capture: {'; '.join(keys)}; call reserve() on every "
-            "rank, "
-            f"or run the step once eagerly, before capturing"
+            f"reserve: a mode that makes fake tensors is active; reserve {'; '.join(keys)} outside"
         )
         raise UlyssesError(message)
 
@@ -309,7 +327,7 @@ def _refuse_empty(spec: WindowSpec, world_size: int) -> None:
 def _meet(comm: UlyssesCommunicator, record: dict[str, list[str]]) -> list[dict[str, list[str]]]:
     """Exchange what is wanted; all ranks must want the same."""
     records = comm.agreement.exchange("reserve", record)
-    differing = find_disagreement([{"wanted": entry["wanted"]} for entry in records])
+    differing = find_disagreement([" and ".join(entry["wanted"]) for entry in records])
     if differing is not None:
         message = f"reserve: ranks ask for different exchanges: {differing.describe()}"
         raise ValueError(message)
@@ -327,6 +345,12 @@ def _make_room(
     surplus = len(cache) + len(missing) - comm.max_windows
     if surplus <= 0:
         return
+    if len(set(keys)) > comm.max_windows:
+        message = (
+            f"reserve: {len(set(keys))} windows are asked for at once, and "
+            f"max_windows={comm.max_windows}; construct the communicator with a larger max_windows"
+        )
+        raise UlyssesError(message)
     everywhere = set.intersection(*(set(entry["evictable"]) for entry in records))
     victims = [key for key in records[0]["evictable"] if key in everywhere][:surplus]
     if len(victims) < surplus:
@@ -362,9 +386,16 @@ def _allocate_window(
     shape = layout.window_shape(comm.rank)
     memory = None
     if comm.copy_engine is None:
-        tensor = torch.empty(shape, dtype=spec.dtype, device=comm.device)
+        plain, failures = comm.agreement.attempt(
+            "allocation", lambda: torch.empty(shape, dtype=spec.dtype, device=comm.device)
+        )
+        if failures or plain is None:
+            message = f"reserve: allocation of {key} failed on {'; '.join(failures)}"
+            raise UlyssesError(message)
+        tensor = plain
     else:
-        assert comm.group is not None and comm.mapping is not None
+        assert comm.group is not None
+        assert comm.mapping is not None
         num_bytes = max(layout.window_elems() * spec.dtype.itemsize, 1)
         memory = allocate(
             comm.mapping,

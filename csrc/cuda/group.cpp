@@ -164,7 +164,8 @@ void Group::check_send(const WindowInfo& window, int64_t peer, CaptureId capture
       const uint64_t again = sent.peers & (peer == kEveryRank ? all_ranks(world_size_) : bit(peer));
       STD_TORCH_CHECK(again == 0, op, ": window '", window.name, "' of channel '", window.channel,
                       "' already has an exchange in flight for rank ", names_of(again),
-                      "; call complete before sending into it again");
+                      "; complete it before sending again, or close the communicator if it was "
+                      "given up");
     }
   }
 }
@@ -219,7 +220,14 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
     handshake({{&channel.empty, tag}}, path_, lanes_.copy());
   }
   issue(false);
-  note_sent(channel.rounds[capture], window, peer, std::move(source));
+  Round& round = channel.rounds[capture];
+  if (std::find(round.senders.begin(), round.senders.end(), caller) == round.senders.end()) {
+    round.senders.push_back(caller);
+  }
+  note_sent(round, window, peer, std::move(source));
+  if (capture == 0) {
+    lanes_.mark();
+  }
 }
 
 void Group::note_sent(Round& round, const WindowInfo& window, int64_t peer, Source source) {
@@ -253,7 +261,7 @@ void Group::check_round(const std::string& name, const Round& round,
 
 void Group::complete(const std::vector<const void*>& windows,
                      const std::vector<const void*>& sources, cudaStream_t caller) {
-  const CaptureId capture = lanes_.admit(caller, "complete");
+  const CaptureId capture = admit(caller, "complete");
   std::vector<Channel*> channels;
   std::vector<const void*> expected;
   for (const void* base : windows) {
@@ -303,8 +311,17 @@ void Group::complete(const std::vector<const void*>& windows,
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
   for (Channel* channel : channels) {
+    // A source may be given back to the stream that it came from once this round forgets it.
+    for (const cudaStream_t sender : channel->rounds.at(capture).senders) {
+      if (sender != caller) {
+        lanes_.order(caller, {sender}, capture);
+      }
+    }
     channel->rounds.erase(capture);
     channel->readers[capture] = caller;
+  }
+  if (capture == 0) {
+    lanes_.mark();
   }
 }
 
@@ -343,6 +360,8 @@ void Group::forget_capture(CaptureId capture) {
 }
 
 void Group::before_replay(cudaStream_t launch) {
+  STD_TORCH_CHECK(admit(launch, "replay") == 0,
+                  "replay: this stream is being captured; end that capture first");
   lanes_.order(lanes_.copy(), {launch}, 0);
   lanes_.order(lanes_.own(), {launch}, 0);
   for (auto& [name, channel] : channels_) {
@@ -358,10 +377,11 @@ void Group::after_replay(cudaStream_t launch) {
   for (auto& [name, channel] : channels_) {
     channel.readers[0] = launch;  // a graph may hand out a window; it is read on this stream
   }
+  lanes_.mark();
 }
 
 void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
-  const CaptureId capture = lanes_.admit(caller, "handshake");
+  const CaptureId capture = admit(caller, "handshake");
   lanes_.order(caller, {lanes_.copy()}, capture);
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     // Two words in turn: with one, a peer that runs ahead would set it before it was reset.
@@ -369,6 +389,9 @@ void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
     handshake({{&answer_words_, mixed(kFullSalt)}}, path_, lanes_.copy());
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
+  if (capture == 0) {
+    lanes_.mark();
+  }
 }
 
 void Group::release_waits_once() {

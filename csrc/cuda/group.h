@@ -65,6 +65,10 @@ class Group {
   void remove_window(const void* local_base);
   WindowInfo& window(const void* local_base, const char* op) const;
 
+  CaptureId admit(cudaStream_t caller, const char* op) const {
+    return lanes_.admit(caller, this, op);
+  }
+
   // Whether `peer`'s share (every share for kEveryRank) may be sent into the window now; throws
   // otherwise.
   void check_send(const WindowInfo& window, int64_t peer, CaptureId capture, const char* op) const;
@@ -107,7 +111,8 @@ class Group {
   struct Round {
     std::vector<Sent> sent;
     std::vector<Source> sources;
-    uint64_t tag = 0;  // sum over windows: the order of parts does not matter
+    std::vector<cudaStream_t> senders;  // streams that sent; they own memory that is being read
+    uint64_t tag = 0;                   // sum over windows: the order of parts does not matter
     bool own_share = false;
   };
   struct Channel {

@@ -36,7 +36,9 @@ Lanes::Lanes(int64_t device) {
   // A level of its own, so that it shares no hardware queue with a stream that waits.
   UOPS_CUDA_CHECK(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest + 1));
   UOPS_CUDA_CHECK(cudaEventCreateWithFlags(&eager_event_, cudaEventDisableTiming));
-  UOPS_CUDA_CHECK(cudaEventCreateWithFlags(&capture_event_, cudaEventDisableTiming));
+  for (cudaEvent_t* event : {&capture_event_, &copy_mark_, &own_mark_}) {
+    UOPS_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  }
   UOPS_CUDA_CHECK(cudaSetDevice(previous));
 }
 
@@ -50,7 +52,7 @@ Lanes& Lanes::of(int64_t device) {
   return *entry;
 }
 
-CaptureId Lanes::admit(cudaStream_t caller, const char* op) const {
+CaptureId Lanes::admit(cudaStream_t caller, const void* group, const char* op) const {
   const CaptureId capture = capture_id(caller);
   for (const cudaStream_t lane : {copy_, own_}) {
     const CaptureId lane_capture = capture_id(lane);
@@ -59,7 +61,31 @@ CaptureId Lanes::admit(cudaStream_t caller, const char* op) const {
                     lane_capture, ", this call's is ", capture,
                     "); complete and end that capture first");
   }
+  STD_TORCH_CHECK(capture == 0 || capture != owned_capture_ || group == owner_, op,
+                  ": this step is captured for another communicator; capture a step with the "
+                  "communicator that it uses, and use one in it");
   return capture;
+}
+
+void Lanes::set_capture_owner(CaptureId capture, const void* group) {
+  owned_capture_ = capture;
+  owner_ = group;
+}
+
+void Lanes::mark() {
+  UOPS_CUDA_CHECK(cudaEventRecord(copy_mark_, copy_));
+  UOPS_CUDA_CHECK(cudaEventRecord(own_mark_, own_));
+}
+
+bool Lanes::is_idle() const {
+  for (const cudaEvent_t event : {copy_mark_, own_mark_}) {
+    const cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady) {
+      return false;
+    }
+    UOPS_CUDA_CHECK(status);
+  }
+  return true;
 }
 
 void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after,

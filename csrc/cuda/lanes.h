@@ -42,7 +42,17 @@ class Lanes {
 
   // The capture that a call from `caller` belongs to. Throws, before anything is issued, when the
   // lanes take part in another capture.
-  CaptureId admit(cudaStream_t caller, const char* op) const;
+  CaptureId admit(cudaStream_t caller, const void* group, const char* op) const;
+
+  // One captured step belongs to one group: its windows are pinned, and ordered, by that group
+  // alone.
+  void set_capture_owner(CaptureId capture, const void* group);
+
+  // Remembers what the lanes hold now as their latest eager work.
+  void mark();
+  // Whether all that was marked is done. Looks at events and not at the streams, which may be
+  // taking part in a capture.
+  bool is_idle() const;
 
   // Makes every stream of `after` wait for what `before` holds now; all take part in `capture` or,
   // if it is 0, in none.
@@ -56,6 +66,10 @@ class Lanes {
   cudaStream_t side_ = nullptr;
   cudaEvent_t eager_event_ = nullptr;
   cudaEvent_t capture_event_ = nullptr;
+  cudaEvent_t copy_mark_ = nullptr;
+  cudaEvent_t own_mark_ = nullptr;
+  CaptureId owned_capture_ = 0;
+  const void* owner_ = nullptr;
 };
 
 }  // namespace ulysses_ops

@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
     "transport": ([{"transport": "carrier"}] * 2, ValueError, "rank 0: .*'carrier' must be one of"),
     "mapping": ([{}, {"mapping": "mmap"}], ValueError, "rank 1: ValueError: mapping='mmap'"),
     "signal": ([{"signal": "smoke"}, {}], ValueError, "rank 0: ValueError: signal='smoke'"),
-    "max_windows": ([{"max_windows": 0}] * 2, ValueError, "max_windows=0 must be at least 1"),
+    "max_windows": ([{"max_windows": 0}] * 2, ValueError, "max_windows=0 must be .*at least 1"),
     "ranks differ": (
         [{"max_windows": 3}, {"max_windows": 4}],
         ValueError,
@@ -192,7 +192,7 @@ def drop(rank: int, world_size: int, on_ranks: tuple[int, ...]) -> None:
         del comm
         gc.collect()  # never blocks, though the others keep theirs
         assert windows[0]() is None
-        with pytest.raises(ValueError, match="no open communicator"):
+        with pytest.raises(ValueError, match="no communicator is named"):
             find_communicator(name, world_size, "test")
     else:
         comm.close()
@@ -217,7 +217,7 @@ def closed(rank: int, world_size: int) -> None:
         lambda: reserve(comm, []),
     ]
     for call in calls:
-        with pytest.raises((ValueError, UlyssesError), match=r"open|closed"):
+        with pytest.raises(UlyssesError, match="is closed; construct a new one"):
             call()
 
 

@@ -16,7 +16,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from whole_tensors import layout_of, numbered
 
-from ulysses_ops import UlyssesCommunicator, gather, scatter, sdpa, ulysses_attention
+from ulysses_ops import (
+    UlyssesCommunicator,
+    UlyssesError,
+    gather,
+    scatter,
+    sdpa,
+    ulysses_attention,
+)
 from ulysses_ops.agreement import Agreement
 from ulysses_ops.reference import shard_of, window_of
 
@@ -121,7 +128,7 @@ def rebuilt_groups(rank: int, world_size: int, folder: str) -> None:
     assert torch.equal(fast(x), x.sin())
 
     first.close()
-    with pytest.raises(ValueError, match="no open communicator is named"):
+    with pytest.raises(UlyssesError, match="is closed; construct a new one"):
         fast(x)  # not the communicator that was traced
 
     module.comm = UlyssesCommunicator(timeout_s=20)  # the same name

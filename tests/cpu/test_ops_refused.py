@@ -40,7 +40,7 @@ def refuse_everywhere(rank: int, world_size: int) -> list[str]:
             assert time.monotonic() - start < 1
             texts.append(str(error.value))
         assert scatter(x, comm).shape == (1, 8, 2, 2)
-    with pytest.raises(ValueError, match="no open communicator is named"):
+    with pytest.raises(UlyssesError, match="is closed; construct a new one"):
         scatter(x, comm)
     return texts
 

@@ -130,7 +130,7 @@ def evict(rank: int, world_size: int) -> list[str]:
             check_service(comm, window)
         with pytest.raises(ValueError, match="none of the windows"), Exchange(comm) as exchange:
             exchange.send(numbered(*d.source_shape), d)
-        with pytest.raises(UlyssesError, match="1 windows do not fit beside 3") as error:
+        with pytest.raises(UlyssesError, match="4 windows are asked for at once") as error:
             reserve(comm, named("a", "b", "c", "d"))
         check_service(comm, a)
         return [str(error.value)]
