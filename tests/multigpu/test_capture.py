@@ -150,6 +150,27 @@ def test_two_threads(pair: RankPool) -> None:
         assert "take part in another capture" in message
 
 
+def two_communicators_in_a_step(rank: int, world_size: int) -> str:
+    """A step that uses another communicator than it is captured for would be pinned by neither."""
+    with communicator() as comm, communicator(name="second") as second:
+        window, other = one_window(comm, SHAPE), one_window(second, SHAPE)
+
+        def step(x: Tensor) -> Tensor:
+            return send(comm, window, x) + send(second, other, x)
+
+        with pytest.raises(UlyssesError) as refused:
+            capture_step(comm, step, [filled(window, rank, 0)])
+        good = capture_step(second, lambda x: send(second, other, x), [filled(other, rank, 0)])
+        assert torch.equal(good.replay(filled(other, rank, 2)), expected(other, 2))
+        settle()
+        return str(refused.value)
+
+
+def test_a_step_uses_one_communicator(pair: RankPool) -> None:
+    for message in pair.run(two_communicators_in_a_step):
+        assert "this step is captured for another communicator" in message
+
+
 def captures_after_nccl(rank: int, world_size: int) -> None:
     """50 captures, each right behind an NCCL collective whose watchdog is polling."""
     with communicator() as comm:
