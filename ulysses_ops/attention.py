@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -138,9 +139,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, world_size: int) -> None:
         raise ValueError(message)
     for count, heads in (("H", q.shape[2]), ("H_kv", k.shape[2])):
         if heads % world_size != 0:
+            both = math.gcd(q.shape[2], k.shape[2])
+            valid = [size for size in range(1, both + 1) if both % size == 0]
             message = (
                 f"ulysses_attention: {count}={heads} must be divisible by world_size={world_size}; "
-                f"replicate or pad heads, or use fewer ranks"
+                f"replicate or pad heads, or use one of {valid} ranks"
             )
             raise ValueError(message)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:

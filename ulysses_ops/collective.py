@@ -125,6 +125,7 @@ class CollectiveRounds:
                 )
                 raise UlyssesError(message)
             rounds.append(sent)
+        rounds.sort(key=lambda sent: sent.window.key)  # the order of the arguments means nothing
         channels = {window.channel for window in windows}
         for sent in self._sent.values():
             name = sent.window.channel

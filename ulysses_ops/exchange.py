@@ -106,7 +106,8 @@ class Exchange:
             send = torch.ops.ulysses.scatter_into.default
         else:
             send = torch.ops.ulysses.gather_into.default
-        if x.is_conj() or x.is_neg():  # lazy views, which a dispatcher would copy at each use
+        # Lazy views, which a dispatcher would copy anew at each use; compilers have none.
+        if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):
             x = x.resolve_conj().resolve_neg()
         try:
             send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
