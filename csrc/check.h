@@ -4,6 +4,12 @@
 
 #include <torch/headeronly/util/Exception.h>
 
+// For calls of torch's C interface; torch's own macro has changed its name between releases.
+#define UOPS_TORCH_CHECK(expr)                                         \
+  do {                                                                 \
+    STD_TORCH_CHECK((expr) == 0, #expr, ": the call of torch failed"); \
+  } while (0)
+
 #ifdef USE_CUDA
 #include <cuda.h>
 #include <cuda_runtime_api.h>

@@ -28,17 +28,17 @@ std::string take_string(StableIValue value) {
   const auto handle = to<StringHandle>(value);
   const char* data = nullptr;
   size_t length = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  UOPS_TORCH_CHECK(torch_string_c_str(handle, &data));
+  UOPS_TORCH_CHECK(torch_string_length(handle, &length));
   std::string text(data, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  UOPS_TORCH_CHECK(torch_delete_string(handle));
   return text;
 }
 
 // Calls an operator that returns a sentence when it refuses.
 template <size_t kCount>
 void call_collective(const char* op, std::array<StableIValue, kCount> stack) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+  UOPS_TORCH_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
   const std::string refusal = take_string(stack[0]);
   if (!refusal.empty()) {
     throw std::runtime_error(refusal);

@@ -79,8 +79,7 @@ class LockedGroup {
 
 inline cudaStream_t current_stream(int64_t device) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(static_cast<int32_t>(device), &stream));
+  UOPS_TORCH_CHECK(aoti_torch_get_current_cuda_stream(static_cast<int32_t>(device), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
