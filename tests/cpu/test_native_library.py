@@ -31,8 +31,9 @@ STABLE = re.compile(
 )
 SOURCE_PATH = re.compile(rb"(?<![\w.+-])(?:/[\w.+-]+)+/[\w.+-]+\.(?:cpp|cc|cuh?|hpp?)\b")
 
-BASE = {"libtorch_cpu.so", "libc10.so"}
-SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
+# With a C++ runtime of its own inside, a library crashes when an exception leaves it.
+BASE = {"libtorch_cpu.so", "libc10.so", "libstdc++.so.6"}
+SYSTEM = {"libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
 NEEDED = {
     "_C": BASE,
     "_C_cuda": BASE | {"libtorch_cuda.so", "libcudart.so.13"},

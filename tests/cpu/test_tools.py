@@ -86,19 +86,21 @@ def test_ranks_return_their_values_in_order() -> None:
 )
 def test_one_rank_that_fails_ends_all(work: Any, complaint: str) -> None:
     start = time.monotonic()
+    others = set(multiprocessing.active_children())  # pools of other tests
     with pytest.raises(RankError, match=complaint):
         run_ranks(work, None, cpu_ranks())
     assert time.monotonic() - start < 45  # not the stall limit of the rank that waits
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.parametrize(("limit_s", "stall_s"), [(14.0, 60.0), (90.0, 12.0)])
 def test_ranks_that_hang_are_ended_in_time(limit_s: float, stall_s: float) -> None:
     start = time.monotonic()
+    others = set(multiprocessing.active_children())  # pools of other tests
     with pytest.raises(RankError, match=r"ranks 0 .* were ended after"):
         run_ranks(_sleep_for_ever, None, cpu_ranks(limit_s, stall_s, world_size=1))
     assert time.monotonic() - start < 40
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_ranks_that_share_gpus_do_without_nccl() -> None:
