@@ -22,9 +22,10 @@ from fake_nvml import (
     rank_topology,
 )
 
-from ulysses_ops import topology
+from ulysses_ops import host
 from ulysses_ops.facts import Fact, Pair, Topology
-from ulysses_ops.topology import MIG_DISABLED, P2P_STATUS_NAMES, probe
+from ulysses_ops.nvml import MIG_DISABLED, P2P_STATUS_NAMES
+from ulysses_ops.topology import probe
 
 
 def nvml_error(code: int) -> Exception:
@@ -55,7 +56,7 @@ def test_a_good_machine_is_known() -> None:
     for pair in seen.pairs:
         facts = (pair.read, pair.write, pair.nvlink, pair.peer_access)
         assert [fact.answer for fact in facts if fact is not None] == ["yes"] * 4
-    assert seen.process.boot_id.value == topology.BOOT_ID_PATH.read_text().strip()
+    assert seen.process.boot_id.value == host.BOOT_ID_PATH.read_text().strip()
     assert str(seen.process.pid_namespace.value).startswith("pid:[")
     assert (nvml.started, nvml.open) == (1, 0)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_nvml import LOADED, NO_MPS, NOT_LOADED, FakeNvml, machine
 
-from ulysses_ops import topology
+from ulysses_ops import host
 from ulysses_ops.topology import probe
 
 
@@ -63,7 +63,7 @@ def test_mps_is_looked_for_where_cuda_would_with_no_variable_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "control").touch()
-    monkeypatch.setattr(topology, "MPS_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(host, "MPS_DIRECTORY", str(tmp_path))
     assert probe(None, nvml=FakeNvml([]), environ={}).mps.answer == "yes"
     assert probe(None, nvml=FakeNvml([]), environ=NO_MPS).mps.answer == "no"
 
@@ -72,8 +72,8 @@ def test_what_the_system_does_not_tell_is_none_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").touch()
-    monkeypatch.setattr(topology, "BOOT_ID_PATH", tmp_path / "empty")
-    monkeypatch.setattr(topology, "PID_NAMESPACE_PATH", tmp_path / "missing")
+    monkeypatch.setattr(host, "BOOT_ID_PATH", tmp_path / "empty")
+    monkeypatch.setattr(host, "PID_NAMESPACE_PATH", tmp_path / "missing")
     process = probe(torch.device("cpu"), environ={}).process
     assert (process.boot_id.value, process.boot_id.reason) == (None, "empty")
     assert process.pid_namespace.value is None
