@@ -158,14 +158,14 @@ def faulty_pairs(
         if ends[0] == ends[1]:
             continue
         faults = group_by(
-            (fault, witness) for witness in able for fault in _pair_faults(known[witness].get(ends))
+            (fault, witness) for witness in able for fault in pair_faults(known[witness].get(ends))
         )
         if faults:
             found[source, target] = faults
     return found
 
 
-def _pair_faults(pair: Pair | None) -> list[tuple[str, bool]]:
+def pair_faults(pair: Pair | None) -> list[tuple[str, bool]]:
     """Return what is wrong with a directed pair, and whether that is certain.
 
     CUDA's answer is needed where it could be asked for. ``CUDA_VISIBLE_DEVICES`` may hide a GPU
