@@ -164,6 +164,11 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
     return after.exit_code
 
 
+def devices_of(topology: Topology) -> list[torch.device]:
+    """The CUDA devices of a topology of this process."""
+    return [torch.device("cuda", device.ordinal) for device in topology.devices]
+
+
 def _look(options: Options, machinery: Machinery) -> Findings:
     if options.from_file is not None:
         return Findings(load(options.from_file), None)
@@ -173,7 +178,7 @@ def _look(options: Options, machinery: Machinery) -> Findings:
 
 
 def _measure(options: Options, machinery: Machinery, findings: Findings, errors: Console) -> None:
-    devices = [torch.device("cuda", d.ordinal) for d in findings.topology.devices]
+    devices = devices_of(findings.topology)
     if not (options.verify or options.bandwidth):
         return
     if len(devices) < 2:

@@ -57,21 +57,23 @@ def print_topology(console: Console, topology: Topology, verdict: Verdict) -> No
 
 def print_verdict(console: Console, verdict: Verdict) -> None:
     """Print the verdict in one line, then why and what to do."""
-    line = Text("verdict: ")
-    line.append(verdict.word, style=COLOURS[verdict.word])
-    line.append(f": {verdict.line}")
-    console.print(line)
+    page = Table.grid(padding=(0, 2))
+    page.add_column()
+    page.add_column(overflow="fold")
+    line = Text(verdict.word, style=COLOURS[verdict.word])
+    line.append(f": {verdict.line}", style="default")
+    page.add_row("verdict", line)
     causes = condensed(verdict.reasons)
     is_said = bool(causes) and verdict.line.startswith(causes[0])
-    _list(console, "why", causes[1:] if is_said else causes)
-    _list(console, "note", verdict.warnings)
-    _list(console, "could", verdict.suggestions)
-    _list(console, "do", verdict.advice)
-
-
-def _list(console: Console, name: str, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(Text(f"  {name + ':':<6} {line}"))
+    for name, lines in (
+        ("why", causes[1:] if is_said else causes),
+        ("note", verdict.warnings),
+        ("could", verdict.suggestions),
+        ("do", verdict.advice),
+    ):
+        for text in lines:
+            page.add_row(name, Text(text))
+    console.print(page)
 
 
 def _heading(topology: Topology) -> list[str]:
@@ -202,8 +204,8 @@ def print_rates(console: Console, rates: Sequence[PairRate]) -> None:
     for both_ways in (False, True):
         by_way = {(r.source, r.target): r.gbs for r in flat if r.both_ways == both_ways}
         how = "both ways at once" if both_ways else "one way"
-        title = f"GB/s of each direction, {FLAT.title}, {how}"
-        table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+        console.print(f"GB/s of each direction, {FLAT.title}, {how}:")
+        table = Table(box=None, pad_edge=False)
         table.add_column("from \\ to", justify="right")
         for target in range(count):
             table.add_column(str(target), justify="right")
