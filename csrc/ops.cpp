@@ -148,7 +148,8 @@ void release_waits(int64_t number) {
 std::vector<int64_t> device_facts(int64_t device) {
   return {device_attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, device),
           device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device),
-          device_attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, device)};
+          device_attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, device),
+          device_attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, device)};
 }
 
 std::vector<int64_t> ipc_export_op(int64_t pointer) { return ipc_export(pointer); }

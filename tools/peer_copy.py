@@ -1,22 +1,13 @@
-"""The ceiling: the bytes of an exchange sent to every peer by flat copies, with no signal at all.
-
-It calls the CUDA runtime itself: ``Tensor.copy_`` would have to believe that a peer's memory is a
-tensor of this device, and chooses between a kernel and a copy by rules of its own. The copy engine
-is what is being measured, so it is asked directly.
-"""
+"""The ceiling: the bytes of an exchange sent to every peer by flat copies, without a signal."""
 
 from __future__ import annotations
-
-import ctypes
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ulysses_ops.errors import UlyssesError
+from ulysses_ops.tools.cuda_runtime import MEMCPY_DEFAULT, memcpy_async
 from ulysses_ops.windows import Window
-
-MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the runtime reads the direction off the addresses
 
 
 class PeerCopy:
@@ -50,7 +41,7 @@ class PeerCopy:
             pointers[(rank + step) % len(pointers)] + rank * bytes_per_peer
             for step in range(1, len(pointers))
         ]
-        self._copy = _memcpy_async()
+        self._copy = memcpy_async()
 
     def run(self) -> None:
         """Enqueue the copies on the current stream; can be captured."""
@@ -70,18 +61,3 @@ def received_slot(window: Window, sender: int, bytes_per_peer: int) -> Tensor:
     """The bytes that :class:`PeerCopy` of ``sender`` writes into this rank's window."""
     flat = window.tensor.view(-1).view(torch.uint8)
     return flat.narrow(0, sender * bytes_per_peer, bytes_per_peer)
-
-
-def _memcpy_async() -> Callable[..., int]:
-    # The runtime that torch has loaded already, found again by its name.
-    major = (torch.version.cuda or "").partition(".")[0]
-    function = ctypes.CDLL(f"libcudart.so.{major}").cudaMemcpyAsync
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
-    function.restype = ctypes.c_int
-    return function

@@ -24,7 +24,9 @@ NO_MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/dev/null"}
 
 OK = pynvml.NVML_P2P_STATUS_OK
 NOT_SUPPORTED = pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
-READ, WRITE, NVLINK = 0, 1, 2
+READ, WRITE, NVLINK, ATOMICS = 0, 1, 2, 3
+SWITCH, DOWN = -1, -2  # where a link leads, beside NVML indices
+FACTS = [1, 1, 3, 1]  # 64-bit stream memory operations, flush, engines, multicast
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class FakeGpu:
     uuid: str  # without prefix
     bus: int
     name: str = "NVIDIA Fake"
+    capability: tuple[int, int] = (9, 0)
+    memory_gib: int = 141
+    persistence: int = 1
+    compute_mode: int = 0
+    virtualisation: int = 0
+    fabric: tuple[int, int] = (3, 0)  # state, status
+    numa_node: int = 0
+    cpus: tuple[int, int] = (0, 47)  # first, last
+    links: tuple[int, ...] = (SWITCH,) * 18  # remote: SWITCH, an NVML index, or DOWN
+    link_version: int = 4
+    link_mbps: int = 26562
 
 
 @dataclass
@@ -42,7 +55,8 @@ class FakeNvml:
 
     ``status`` maps (source, target, index of the capability), by NVML index, to a P2P status;
     what it lacks is OK. ``failures`` maps a function's name, or (name, NVML index), to what it
-    raises. ``mig`` maps an NVML index to the current MIG mode.
+    raises, and the number of a call to what that one raises. ``mig`` maps an NVML index to the
+    current MIG mode. ``ancestor`` is the PCI level of every pair, or maps a pair to it.
     """
 
     gpus: Sequence[FakeGpu]
@@ -55,8 +69,19 @@ class FakeNvml:
     NVML_P2P_CAPS_INDEX_READ: Any = pynvml.NVML_P2P_CAPS_INDEX_READ
     NVML_P2P_CAPS_INDEX_WRITE: Any = pynvml.NVML_P2P_CAPS_INDEX_WRITE
     NVML_P2P_CAPS_INDEX_NVLINK: Any = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+    NVML_P2P_CAPS_INDEX_ATOMICS: Any = pynvml.NVML_P2P_CAPS_INDEX_ATOMICS
+    NVML_NVLINK_MAX_LINKS: int = pynvml.NVML_NVLINK_MAX_LINKS
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON: int = pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+    NVMLError: Any = pynvml.NVMLError
+    c_nvmlGpuFabricInfo_t: Any = pynvml.c_nvmlGpuFabricInfo_t  # noqa: N815
+
+    ancestor: int | Mapping[tuple[int, int], int] = pynvml.NVML_TOPOLOGY_SYSTEM
+    calls: int = 0
 
     def _enter(self, name: str, index: int | None = None) -> None:
+        self.calls += 1
+        if self.calls in self.failures:
+            raise self.failures[self.calls]
         if name != "nvmlInit" and self.open < 1:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
         failure = self.failures.get(name)
@@ -106,6 +131,79 @@ class FakeNvml:
         self._enter("nvmlDeviceGetMigMode", device)
         mode = self.mig.get(device, pynvml.NVML_DEVICE_MIG_DISABLE)
         return [mode, mode]
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        self._enter("nvmlDeviceGetCudaComputeCapability", handle)
+        return self.gpus[handle].capability
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> SimpleNamespace:  # noqa: N802
+        self._enter("nvmlDeviceGetMemoryInfo", handle)
+        assert version is None
+        return SimpleNamespace(total=self.gpus[handle].memory_gib << 30)
+
+    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetPersistenceMode", handle)
+        return self.gpus[handle].persistence
+
+    def nvmlDeviceGetComputeMode(self, handle: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetComputeMode", handle)
+        return self.gpus[handle].compute_mode
+
+    def nvmlDeviceGetVirtualizationMode(self, handle: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetVirtualizationMode", handle)
+        return self.gpus[handle].virtualisation
+
+    def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetNumaNodeId", handle)
+        return self.gpus[handle].numa_node
+
+    def nvmlDeviceGetCpuAffinity(self, handle: int, cpuSetSize: int) -> list[int]:  # noqa: N802, N803
+        self._enter("nvmlDeviceGetCpuAffinity", handle)
+        first, last = self.gpus[handle].cpus
+        mask = ((1 << (last + 1 - first)) - 1) << first
+        return [mask >> 64 * word & (1 << 64) - 1 for word in range(cpuSetSize)]
+
+    def nvmlDeviceGetGpuFabricInfo(self, device: int, gpuFabricInfo: Any) -> int:  # noqa: N802, N803
+        self._enter("nvmlDeviceGetGpuFabricInfo", device)
+        info = gpuFabricInfo._obj  # as ctypes.byref keeps it; by value the call would be lost
+        info.state, info.status = self.gpus[device].fabric
+        return 0
+
+    def _link(self, name: str, device: int, link: int) -> int:
+        self._enter(name, device)
+        links = self.gpus[device].links
+        if not links:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if link >= len(links):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return links[link]
+
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:  # noqa: N802
+        return int(self._link("nvmlDeviceGetNvLinkState", device, link) != DOWN)
+
+    def nvmlDeviceGetNvLinkVersion(self, device: int, link: int) -> int:  # noqa: N802
+        if self._link("nvmlDeviceGetNvLinkVersion", device, link) == DOWN:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return self.gpus[device].link_version
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:  # noqa: N802
+        remote = self._link("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        to_switch = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        return int(to_switch if remote == SWITCH else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, device: int, link: int) -> SimpleNamespace:  # noqa: N802
+        remote = self._link("nvmlDeviceGetNvLinkRemotePciInfo", device, link)
+        return SimpleNamespace(domain=0, bus=self.gpus[remote].bus, device=0)
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fieldIds: list[int]) -> list[SimpleNamespace]:  # noqa: N802, N803
+        self._enter("nvmlDeviceGetFieldValues", handle)
+        assert fieldIds == [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+        value = SimpleNamespace(uiVal=self.gpus[handle].link_mbps)
+        return [SimpleNamespace(nvmlReturn=0, value=value)]
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, device1: int, device2: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetTopologyCommonAncestor", device1)
+        return self.ancestor if isinstance(self.ancestor, int) else self.ancestor[device1, device2]
 
     def nvmlDeviceGetP2PStatus(self, device1: int, device2: int, p2pIndex: int) -> int:  # noqa: N802, N803
         if not isinstance(p2pIndex, int):  # as ctypes does
@@ -174,12 +272,14 @@ def rank_topology(
     *,
     rank: int = 0,
     native: NativeLibraries = LOADED,
-    facts: Callable[[int], Sequence[int]] = lambda _: [1, 1, 3],
+    facts: Callable[[int], Sequence[int]] = lambda _: FACTS,
     environ: Mapping[str, str] | None = None,
+    every_device: bool = False,
 ) -> Topology:
     """What one rank learns; ranks are given processes of their own."""
     seen = probe(
         torch.device("cuda", ordinal),
+        every_device=every_device,
         nvml=nvml,
         cuda=cuda,
         device_facts=facts,

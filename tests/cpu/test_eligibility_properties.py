@@ -70,12 +70,15 @@ def doubted(topology: Topology, path: Path) -> Topology:
     return result
 
 
+WITHOUT_WEIGHT = {"flush_remote_writes", "multicast", "container", "devices"}
+
+
 def counts(topology: Topology, path: Path) -> bool:
-    """Whether ``ce`` needs this fact: all but the flush, and MIG of GPUs that others answer for."""
-    if path == ("flush_remote_writes",):
+    """Whether ``ce`` needs this fact: of a GPU, only MIG, and only where others do not answer."""
+    if path[0] in WITHOUT_WEIGHT or path[-1] == "atomics":
         return False
     if path[0] == "gpus":
-        return bool(at(topology, path[:2]) == topology.gpu)
+        return bool(path[-1] == "mig" and at(topology, path[:2]) == topology.gpu)
     return True
 
 

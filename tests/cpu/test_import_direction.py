@@ -15,7 +15,13 @@ ORDER = (
     "errors",
     "_native",
     "facts",
+    "asking",
+    "host",
+    "nvml",
     "topology",
+    "grouping",
+    "obstacles",
+    "suggestions",
     "eligibility",
     "agreement",
     "plan",
@@ -37,7 +43,7 @@ PLACE = {module: place for place, module in enumerate(ORDER)}
 ONLY_FROM = {"reference": {"plan"}}
 # Import name -> the one module that may use it.
 HOMES = {
-    "pynvml": "topology",
+    "pynvml": "nvml",
     "torch.distributed._symmetric_memory": "mapping",
     "torch._C._distributed_c10d._SymmetricMemory": "mapping",
 }

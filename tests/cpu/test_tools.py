@@ -126,7 +126,7 @@ def test_flat_copies_go_to_this_ranks_slot_of_every_peer(monkeypatch: pytest.Mon
         calls.append((target, source, size))
         return 0
 
-    monkeypatch.setattr(peer_copy, "_memcpy_async", lambda: memcpy)
+    monkeypatch.setattr(peer_copy, "memcpy_async", lambda: memcpy)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     source = torch.empty(16, dtype=torch.uint8)
@@ -135,7 +135,7 @@ def test_flat_copies_go_to_this_ranks_slot_of_every_peer(monkeypatch: pytest.Mon
 
 
 def test_a_flat_copy_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_copy, "_memcpy_async", lambda: lambda *arguments: 1)
+    monkeypatch.setattr(peer_copy, "memcpy_async", lambda: lambda *arguments: 1)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     copy = PeerCopy(_window(32, (1000, 2000)), 0, 16, torch.empty(16, dtype=torch.uint8))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 import torch
 from fake_nvml import (
+    DOWN,
     NO_MPS,
     NVLINK,
     READ,
+    SWITCH,
     WRITE,
     FakeCuda,
     FakeGpu,
@@ -22,9 +25,10 @@ from fake_nvml import (
     rank_topology,
 )
 
-from ulysses_ops import topology
-from ulysses_ops.facts import Fact, Pair, Topology
-from ulysses_ops.topology import MIG_DISABLED, P2P_STATUS_NAMES, probe
+from ulysses_ops import host, nvml
+from ulysses_ops.facts import Fact, LinkBundle, Pair, Topology
+from ulysses_ops.nvml import MIG_DISABLED, P2P_STATUS_NAMES
+from ulysses_ops.topology import probe
 
 
 def nvml_error(code: int) -> Exception:
@@ -55,7 +59,7 @@ def test_a_good_machine_is_known() -> None:
     for pair in seen.pairs:
         facts = (pair.read, pair.write, pair.nvlink, pair.peer_access)
         assert [fact.answer for fact in facts if fact is not None] == ["yes"] * 4
-    assert seen.process.boot_id.value == topology.BOOT_ID_PATH.read_text().strip()
+    assert seen.process.boot_id.value == host.BOOT_ID_PATH.read_text().strip()
     assert str(seen.process.pid_namespace.value).startswith("pid:[")
     assert (nvml.started, nvml.open) == (1, 0)
 
@@ -290,3 +294,104 @@ def test_the_op_for_stream_memory_facts_gets_the_ordinal_and_may_be_missing() ->
     assert asked == [1]
     assert seen.stream_memory_64bit.answer == seen.flush_remote_writes.answer == "unknown"
     assert "_cuda_device_facts" in seen.stream_memory_64bit.reason
+
+
+# ---- facts without weight ------------------------------------------------------------------------
+
+
+def test_facts_of_a_gpu() -> None:
+    cards = [
+        replace(gpu, numa_node=i, cpus=(48 * i, 48 * i + 47), compute_mode=3 * i, persistence=i)
+        for i, gpu in enumerate(machine(2))
+    ]
+    seen = rank_topology(FakeNvml(cards), FakeCuda(cards, [0, 1]), 0)
+    first, second = seen.gpus
+    assert (first.compute_capability.value, first.memory_bytes.value) == ("9.0", 141 << 30)
+    assert (first.numa_node.value, second.numa_node.value) == (0, 1)
+    assert (first.cpu_affinity.value, second.cpu_affinity.value) == ("0-47", "48-95")
+    assert (first.compute_mode.value, second.compute_mode.value) == ("default", "exclusive process")
+    assert (first.persistence.answer, second.persistence.answer) == ("no", "yes")
+    assert (first.virtualisation.value, first.fabric.value) == ("none", "completed")
+    assert (first.nvlinks.value, first.nvlink_version.value) == (18, 4)
+    assert first.nvlink_mbps.value == 26562
+    assert first.links == (LinkBundle("switch", None, 18),)
+    assert (first.has_switch, seen.multicast.answer) == (True, "yes")
+
+
+def test_links_are_counted_by_where_they_lead() -> None:
+    cards = [replace(gpu, links=(DOWN, 1, 1, SWITCH, DOWN, 2)) for gpu in machine(3)]
+    seen = rank_topology(FakeNvml(cards), FakeCuda(cards, [0, 1, 2]), 0)
+    assert seen.gpus[0].nvlinks.value == 4
+    assert seen.gpus[0].nvlink_version.value == 4  # of the first link that is up
+    assert seen.gpus[0].links == (
+        LinkBundle("gpu", "00000000:11:00.0", 2),
+        LinkBundle("gpu", "00000000:12:00.0", 1),
+        LinkBundle("switch", None, 1),
+    )
+    assert [seen.direct_links(gpu.uuid) for gpu in seen.gpus] == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("links", "count", "reason"), [((), 0, "has no NVLink"), ((DOWN,) * 4, 0, "")]
+)
+def test_no_link_is_an_answer(links: tuple[int, ...], count: int, reason: str) -> None:
+    cards = [replace(gpu, links=links) for gpu in machine(1)]
+    (gpu,) = rank_topology(FakeNvml(cards), FakeCuda(cards, [0]), 0).gpus
+    assert (gpu.nvlinks.value, reason in gpu.nvlinks.reason) == (count, True)
+    assert (gpu.links, gpu.nvlink_version.reason) == ((), "no NVLink is up")
+
+
+@pytest.mark.parametrize(
+    ("fabric", "text"),
+    [((0, 0), "not supported"), ((1, 0), "not started"), ((3, 9), "completed, status 9")],
+)
+def test_fabric_state_is_read_by_reference(fabric: tuple[int, int], text: str) -> None:
+    cards = [replace(gpu, fabric=fabric) for gpu in machine(1)]
+    (gpu,) = rank_topology(FakeNvml(cards), FakeCuda(cards, [0]), 0).gpus
+    assert gpu.fabric.value == text
+
+
+def test_the_numa_node_comes_from_the_bus_where_nvml_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "PCI_DEVICES_PATH", tmp_path)
+    for name, node in (("0000:10:00.0", 1), ("0000:11:00.0", -1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(f"{node}\n")
+    failures = {"nvmlDeviceGetNumaNodeId": nvml_error(pynvml.NVML_ERROR_NOT_SUPPORTED)}
+    gpus = machine(3)
+    seen = rank_topology(FakeNvml(gpus, failures=failures), FakeCuda(gpus, [0]), 0)
+    assert [gpu.numa_node.value for gpu in seen.gpus] == [1, None, None]
+    assert seen.gpus[0].numa_node.source.endswith("0000:10:00.0/numa_node")
+    assert "no node is named" in seen.gpus[1].numa_node.reason
+    assert "NotSupported" in seen.gpus[2].numa_node.reason
+
+
+def test_ancestor_and_atomics_of_a_pair() -> None:
+    gpus = machine(2)
+    fake = FakeNvml(gpus, {(0, 1, 3): pynvml.NVML_P2P_STATUS_NOT_SUPPORTED}, ancestor=30)
+    seen = rank_topology(fake, FakeCuda(gpus, [0, 1]), 0)
+    pair = pair_of(seen, gpus[0], gpus[1])
+    assert (pair.ancestor.value, pair.atomics.answer) == ("hostbridge", "no")
+    assert pair_of(seen, gpus[1], gpus[0]).atomics.answer == "yes"
+
+
+def test_every_device_is_what_its_rank_would_know() -> None:
+    gpus = machine(3)
+    cuda = FakeCuda(gpus, [2, 0])
+    seen = rank_topology(FakeNvml(gpus), cuda, 0, every_device=True, facts=lambda i: [1, i, 3 + i])
+    ranks = seen.as_ranks()
+    assert [rank.device for rank in ranks] == ["cuda:0", "cuda:1"]
+    for ordinal, rank in enumerate(ranks):
+        alone = rank_topology(FakeNvml(gpus), cuda, ordinal, facts=lambda i: [1, i, 3 + i])
+        as_one = replace(rank, process=alone.process, devices=())
+        assert as_one == alone
+    assert len({rank.process.pid for rank in ranks}) == 2
+    assert rank_topology(FakeNvml(gpus), cuda, 0).as_ranks() == ()
+
+
+def test_a_survey_of_eight_gpus_asks_little() -> None:
+    """Every call costs microseconds; hundreds of them stay far below 150 ms."""
+    nvml_of_eight = FakeNvml(machine(8))
+    rank_topology(nvml_of_eight, FakeCuda(machine(8), list(range(8))), 0)
+    assert nvml_of_eight.calls < 8 * 60 + 56 * 4 + 28 + 20

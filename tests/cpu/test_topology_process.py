@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_nvml import LOADED, NO_MPS, NOT_LOADED, FakeNvml, machine
+from fake_nvml import LOADED, NO_MPS, NOT_LOADED, FakeNvml, full_mesh, machine
 
-from ulysses_ops import topology
+from ulysses_ops import host
+from ulysses_ops.eligibility import Request, decide
+from ulysses_ops.facts import Reading
 from ulysses_ops.topology import probe
 
 
@@ -63,7 +66,7 @@ def test_mps_is_looked_for_where_cuda_would_with_no_variable_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "control").touch()
-    monkeypatch.setattr(topology, "MPS_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(host, "MPS_DIRECTORY", str(tmp_path))
     assert probe(None, nvml=FakeNvml([]), environ={}).mps.answer == "yes"
     assert probe(None, nvml=FakeNvml([]), environ=NO_MPS).mps.answer == "no"
 
@@ -72,8 +75,8 @@ def test_what_the_system_does_not_tell_is_none_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").touch()
-    monkeypatch.setattr(topology, "BOOT_ID_PATH", tmp_path / "empty")
-    monkeypatch.setattr(topology, "PID_NAMESPACE_PATH", tmp_path / "missing")
+    monkeypatch.setattr(host, "BOOT_ID_PATH", tmp_path / "empty")
+    monkeypatch.setattr(host, "PID_NAMESPACE_PATH", tmp_path / "missing")
     process = probe(torch.device("cpu"), environ={}).process
     assert (process.boot_id.value, process.boot_id.reason) == (None, "empty")
     assert process.pid_namespace.value is None
@@ -136,3 +139,56 @@ assert "nvmlInit" in touched, "control: the trap is blind"
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "runtime"),
+    [
+        ((), {}, "none"),
+        (("docker",), {}, "docker"),
+        (("podman",), {}, "podman"),
+        ((), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "kubernetes"),
+        ((), {"container": "lxc"}, "lxc"),
+    ],
+)
+def test_containers_are_recognised(
+    files: tuple[str, ...],
+    environ: Mapping[str, str],
+    runtime: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signs = {name: tmp_path / name for name in ("docker", "podman")}
+    monkeypatch.setattr(host, "CONTAINER_SIGNS", signs)
+    for name in files:
+        signs[name].touch()
+    assert host.container(environ).runtime.value == runtime
+
+
+def test_limits_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scope").write_text("2\n")
+    (tmp_path / "status").write_text("Name:\tx\nCapEff:\t0000000000080000\n")
+    (tmp_path / "cpus").write_text("processor: 0\nflags\t\t: fpu hypervisor sse\n")
+    (tmp_path / "product").write_text("KVM\n")
+    monkeypatch.setattr(host, "PTRACE_SCOPE_PATH", tmp_path / "scope")
+    monkeypatch.setattr(host, "STATUS_PATH", tmp_path / "status")
+    monkeypatch.setattr(host, "CPU_INFO_PATH", tmp_path / "cpus")
+    monkeypatch.setattr(host, "PRODUCT_PATH", tmp_path / "product")
+    seen = host.container({"TMPDIR": str(tmp_path)})
+    assert (seen.ptrace_scope.value, seen.can_ptrace.answer) == (2, "yes")
+    assert seen.virtualisation.value == "hypervisor (KVM)"
+    assert str(seen.temporary.value).startswith(f"{tmp_path} (device ")
+    (tmp_path / "status").write_text("CapEff:\t0000000000000000\n")
+    (tmp_path / "cpus").write_text("flags: fpu\n")
+    again = host.container({"TMPDIR": str(tmp_path / "gone")})
+    assert (again.can_ptrace.answer, again.virtualisation.value) == ("no", "none")
+    assert (again.temporary.value, "FileNotFound" in again.temporary.reason) == (None, True)
+
+
+def test_temporary_folders_that_differ_are_a_warning_and_no_verdict() -> None:
+    ranks = full_mesh(2)
+    elsewhere = Reading("/scratch (device 9, inode 9)", "stat")
+    ranks[1] = replace(ranks[1], container=replace(ranks[1].container, temporary=elsewhere))
+    decision = decide(ranks, Request(backends=("nccl",)))
+    assert decision.transport == "ce"
+    assert "rank 1 have /scratch (device 9, inode 9)" in decision.warnings[0]
