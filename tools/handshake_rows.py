@@ -21,14 +21,15 @@ from ulysses_ops.windows import Window, WindowSpec, reserve
 
 ROUNDS_IN_GRAPH = 50
 PART_ELEMS = 8
-HOST_CALLS = 40
+HOST_CALLS = 200
 CALLS_A_WAIT = 4  # few enough to find room in every queue
 
 
 def handshake_rows(context: RankContext, comm: UlyssesCommunicator, effort: Effort) -> list[Row]:
     """Time rounds of a few bytes in a graph, and the same copies without handshakes. Collective.
 
-    A round is open, one copy to each peer, and close; the own share is left to its producer.
+    A round is open, one copy to each peer, and close; the own share is left to its producer. Bare
+    handshakes follow each other with nothing between them.
     """
     world_size = context.world_size
     shape = Shape("handshake", "handshake", world_size, world_size, PART_ELEMS)
@@ -60,8 +61,15 @@ def handshake_rows(context: RankContext, comm: UlyssesCommunicator, effort: Effo
         flat = PeerCopy(window, context.rank, num_bytes, part)
         copies = PlainGraph(context, lambda: _repeat(flat.run), "tiny copies")
         variants["copies"] = Variant(copies.run, ROUNDS_IN_GRAPH)
+    engine = comm.copy_engine
+    bare = None
+    if engine is not None:
+        bare = capture_step(comm, lambda: engine.run_handshakes(ROUNDS_IN_GRAPH // 2))
+        variants["bare"] = Variant(bare.replay, ROUNDS_IN_GRAPH)
     times = measure(context, variants, effort, "handshake")
     step.close()
+    if bare is not None:
+        bare.close()
     if copies is not None:
         copies.close()
     copy_us = times["copies"].median_us if "copies" in times else 0.0
@@ -81,6 +89,7 @@ def handshake_rows(context: RankContext, comm: UlyssesCommunicator, effort: Effo
                 "copy_us": round(copy_us, 3),
                 "handshake_us": round((round_us - copy_us) / 2, 3),
                 "handshake_with_copy_us": round(round_us / 2, 3),
+                "bare_handshake_us": round(times["bare"].median_us, 3) if bare else None,
                 "signal": comm.signal,
                 "mapping": comm.mapping,
             },

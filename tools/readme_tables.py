@@ -148,7 +148,11 @@ def costs_table(record: Record) -> str:
     lines = []
     for row in record.rows:
         if row.op == "handshake round":
-            lines.append(("one handshake, in a graph", _number(_detail(row, "handshake_us"), 1)))
+            bare = _detail(row, "bare_handshake_us")
+            if bare is not None:
+                lines.append(("one handshake alone, in a graph", _number(bare, 1)))
+            in_round = _number(_detail(row, "handshake_us"), 1)
+            lines.append(("one handshake within a round, in a graph", in_round))
             lines.append(("round of a few bytes, in a graph", _number(row.median_us, 1)))
         elif row.op.startswith("host cost"):
             lines.append((row.op, _number(row.median_us, 1)))
