@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,22 +74,30 @@ def report(findings: Findings, verdict: Verdict) -> dict[str, Any]:
     return {
         "verdict": asdict(verdict),
         "probe_ms": findings.probe_ms,
-        "data_check": [str(f) for f in findings.failures] if findings.checked else None,
+        "data_check": [asdict(f) for f in findings.failures] if findings.checked else None,
         "bandwidth": [asdict(rate) for rate in findings.rates] or None,
         "topology": json.loads(findings.topology.to_json()),
     }
 
 
-def load(path: Path) -> Topology:
-    """Read a topology, or a report that holds one.
+def load(path: Path) -> Findings:
+    """Read a topology, or a report with one and with what was measured then.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no topology of this version.
+        ValueError, TypeError: it holds no topology or report of this version.
     """
     content = json.loads(path.read_text())
-    inner = content.get("topology", content) if isinstance(content, dict) else content
-    return Topology.from_json(json.dumps(inner))
+    if not isinstance(content, dict) or "topology" not in content:
+        return Findings(Topology.from_json(json.dumps(content)), None)
+    failures = content.get("data_check")
+    return Findings(
+        Topology.from_json(json.dumps(content["topology"])),
+        content.get("probe_ms"),
+        checked=failures is not None,
+        failures=[PairFailure(**failure) for failure in failures or []],
+        rates=[PairRate(**rate) for rate in content.get("bandwidth") or []],
+    )
 
 
 def check_topology(
@@ -136,8 +144,7 @@ def run(options: Options, machinery: Machinery, console: Console, errors: Consol
     try:
         return _run(options, machinery, console, errors)
     except Exception as error:  # noqa: BLE001  a machine may fail in any way; that is the answer
-        text = " ".join(str(error).split())[:500]
-        errors.print(f"could not tell: {type(error).__name__}: {text}", markup=False)
+        _say_why(error, errors)
         return COULD_NOT_TELL
 
 
@@ -147,21 +154,31 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
         message = "--verify, --bandwidth and --out are about this machine, --from is about another"
         raise ValueError(message)
     findings = _look(options, machinery)
-    verdict = judge(findings.topology, options.world_size)
+    verdict = judge(findings.topology, options.world_size, findings.failures)
     if not options.json_out:
         print_topology(console, findings.topology, verdict)
+    broken: Exception | None = None
     try:
         _measure(options, machinery, findings, errors)
-    finally:
-        after = judge(findings.topology, options.world_size, findings.failures)
-        if options.json_out:
-            console.print(
-                json.dumps(report(findings, after), indent=1), markup=False, soft_wrap=True
-            )
-        else:
-            _print_measured(console, findings, verdict, after)
-        _write(options, findings, after, errors)
+    except Exception as error:  # noqa: BLE001  what was meant to confirm the verdict failed
+        broken = error
+    after = judge(findings.topology, options.world_size, findings.failures)
+    if broken is not None and after.word == "eligible":
+        line = f"measuring failed: {type(broken).__name__}"
+        after = replace(after, word="unknown", line=line)
+    if options.json_out:
+        console.print(json.dumps(report(findings, after), indent=1), markup=False, soft_wrap=True)
+    else:
+        _print_measured(console, findings, verdict, after)
+    _write(options, findings, after, errors)
+    if broken is not None:
+        _say_why(broken, errors)
     return after.exit_code
+
+
+def _say_why(error: Exception, errors: Console) -> None:
+    text = " ".join(str(error).split())[:500]
+    errors.print(f"could not tell: {type(error).__name__}: {text}", markup=False)
 
 
 def devices_of(topology: Topology) -> list[torch.device]:
@@ -171,7 +188,7 @@ def devices_of(topology: Topology) -> list[torch.device]:
 
 def _look(options: Options, machinery: Machinery) -> Findings:
     if options.from_file is not None:
-        return Findings(load(options.from_file), None)
+        return load(options.from_file)
     start = time.perf_counter()
     topology = machinery.look()
     return Findings(topology, round((time.perf_counter() - start) * 1e3, 1))

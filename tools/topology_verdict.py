@@ -142,10 +142,10 @@ def judge(
     decision = decide(group, Request(backends=("nccl",)))
     failed = [f for f in failures if f.source < count and f.target < count]
     apart = [(f.source, f.target) for f in failures]
-    suggestions = decision.suggestions
-    if decision.transport == "ce" and failed:
-        suggestions = suggest(group, apart=apart)
-        decision = Decision("nccl", tuple(map(str, failed)))
+    suggestions = suggest(group, apart=apart) if apart else decision.suggestions
+    if failed:  # a certain no, whatever else is known
+        others = () if decision.transport == "ce" else decision.reasons
+        decision = Decision("nccl", (*map(str, failed), *others), decision.warnings)
     if decision.transport == "ce":
         (line, *more) = decision.reasons
         return _verdict(
@@ -182,6 +182,9 @@ def condensed(reasons: Sequence[str]) -> list[str]:
 
 def _too_few(topology: Topology, count: int) -> Verdict:
     ranks = topology.as_ranks()
+    if not ranks and any(gpu.cuda_ordinal is not None for gpu in topology.gpus):
+        line = "this topology tells of one rank alone; save it with ulysses-topology --json"
+        return _verdict(topology, "unknown", count, line)
     if ranks:
         line = f"{count} ranks were asked for, and CUDA shows this process {len(ranks)} GPUs"
         return _verdict(topology, "not eligible", count, line)
@@ -190,7 +193,8 @@ def _too_few(topology: Topology, count: int) -> Verdict:
         causes.append(topology.identity.reason)
     sure = topology.nvml.answer != "unknown" and "cannot be asked" not in topology.identity.reason
     word: Word = "not eligible" if sure and not topology.notes else "unknown"
-    line = "CUDA shows this process no GPU" if word == "not eligible" else causes[0]
+    said = [*causes, *topology.notes, "nothing is known of the GPUs of this process"]
+    line = "CUDA shows this process no GPU" if word == "not eligible" else said[0]
     return _verdict(topology, word, count, line, reasons=tuple(causes))
 
 

@@ -234,7 +234,7 @@ def test_a_failed_pair_takes_only_its_groups_away() -> None:
     status, text, _ = ask(Options(verify=True, json_out=True), look=look, copy=copy)
     found = json.loads(text)
     assert status == 1
-    assert [line[:22] for line in found["data_check"]] == ["failed data check 0->1"]
+    assert [(one["source"], one["target"]) for one in found["data_check"]] == [(0, 1)]
     assert found["verdict"]["suggestions"][0].startswith("largest eligible: ranks 0, 2, 3 (")
     calls.clear()
     other = ask(Options(verify=True, world_size=2, json_out=True), look=look, copy=copy)
