@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ulysses_ops import UlyssesCommunicator, gather, scatter
 from ulysses_ops.plan import Direction, Layout, layout_of_global
+from ulysses_ops.reference import shard_of, window_of
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,3 +46,13 @@ def layout_of(
 ) -> Layout:
     """Layout of the exchange of ``whole``."""
     return layout_of_global("test", direction, whole.shape, world_size, seq_splits, head_splits)
+
+
+def check_service(comm: UlyssesCommunicator, addend: int = 0) -> None:
+    """There and back are right; each communicator can have values of its own."""
+    whole = numbered(1, 3 * comm.world_size, 2 * comm.world_size, 2) + addend
+    layout = layout_of("scatter", whole, comm.world_size)
+    x = shard_of(whole, layout, comm.rank)
+    y = scatter(x, comm)
+    assert torch.equal(y, window_of(whole, layout, comm.rank))
+    assert torch.equal(gather(y, comm), x)

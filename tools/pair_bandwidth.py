@@ -120,7 +120,6 @@ class PeerTimer:
         Raises:
             UlyssesError: a pair has no peer access.
         """
-        self._devices = list(devices)
         self._copy = RowCopy()
         for source in devices:
             for target in devices:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from whole_tensors import layout_of, numbered
+from whole_tensors import check_service, numbered
 
 from ulysses_ops import (
     AgreementError,
@@ -27,19 +27,8 @@ from ulysses_ops import (
     scatter,
 )
 from ulysses_ops.communicator import find_communicator
-from ulysses_ops.reference import shard_of, window_of
 
 Ranks = Callable[[int], RankPool]
-
-
-def check_service(comm: UlyssesCommunicator, addend: int = 0) -> None:
-    """There and back are right; each communicator can have values of its own."""
-    whole = numbered(1, 3 * comm.world_size, 2 * comm.world_size, 2) + addend
-    layout = layout_of("scatter", whole, comm.world_size)
-    x = shard_of(whole, layout, comm.rank)
-    y = scatter(x, comm)
-    assert torch.equal(y, window_of(whole, layout, comm.rank))
-    assert torch.equal(gather(y, comm), x)
 
 
 # ---- construction --------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
-from whole_tensors import layout_of, numbered
+from whole_tensors import check_service, numbered
 
-from ulysses_ops import UlyssesCommunicator, gather, scatter
-from ulysses_ops.reference import shard_of, window_of
+from ulysses_ops import UlyssesCommunicator, scatter
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +20,6 @@ def four() -> Iterator[RankPool]:
     """Ranks of their own, for tests that take process groups down."""
     with RankPool(4, env={"CUDA_VISIBLE_DEVICES": ""}) as pool:
         yield pool
-
-
-def check_service(comm: UlyssesCommunicator, addend: int = 0) -> None:
-    """There and back are right; each group has values of its own."""
-    whole = numbered(1, 3 * comm.world_size, 2 * comm.world_size, 2) + addend
-    layout = layout_of("scatter", whole, comm.world_size)
-    x = shard_of(whole, layout, comm.rank)
-    y = scatter(x, comm)
-    assert torch.equal(y, window_of(whole, layout, comm.rank))
-    assert torch.equal(gather(y, comm), x)
 
 
 def in_line(world_size: int, size: int) -> list[dist.ProcessGroup]:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_ops import UlyssesCommunicator, WindowSpec, reserve
+from ulysses_ops import Exchange, UlyssesCommunicator, WindowSpec, reserve
 from ulysses_ops.plan import Layout
 from ulysses_ops.reference import shard_of, window_of
 from ulysses_ops.windows import Window
@@ -76,3 +77,16 @@ def expected(window: Window, round_number: int) -> Tensor:
 def source_and_result(whole: Tensor, layout: Layout, rank: int) -> tuple[Tensor, Tensor]:
     """What this rank sends and receives of a global tensor, on the current GPU."""
     return shard_of(whole, layout, rank).cuda(), window_of(whole, layout, rank)
+
+
+def send(comm: UlyssesCommunicator, window: Window, x: Tensor) -> Tensor:
+    """One whole round; returns the window's tensor."""
+    with Exchange(comm) as exchange:
+        exchange.send(x, window)
+    return window.tensor
+
+
+def settle() -> None:
+    """Everything issued so far is done on every rank."""
+    torch.cuda.synchronize()
+    dist.barrier()

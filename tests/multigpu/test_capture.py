@@ -8,26 +8,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import communicator, delay, expected, filled, one_window
+from on_gpu import communicator, delay, expected, filled, one_window, send, settle
 from rank_pool import RankPool
 from torch import Tensor
 
-from ulysses_ops import Exchange, UlyssesCommunicator, UlyssesError, gather, scatter
+from ulysses_ops import Exchange, UlyssesError, gather, scatter
 from ulysses_ops.graphs import CapturedStep, capture_step
-from ulysses_ops.windows import Window
 
 SHAPE = (1, 64, 8, 64)
-
-
-def settle() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-
-
-def send(comm: UlyssesCommunicator, window: Window, x: Tensor) -> Tensor:
-    with Exchange(comm) as exchange:
-        exchange.send(x, window)
-    return window.tensor
 
 
 def unreserved_in_capture(rank: int, world_size: int, warm_first: bool) -> str:

@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from graph_nodes import graph_paths
-from on_gpu import NO_OPEN, NO_WAIT, communicator, delay, expected, fault, filled, one_window
+from on_gpu import (
+    NO_OPEN,
+    NO_WAIT,
+    communicator,
+    delay,
+    expected,
+    fault,
+    filled,
+    one_window,
+    send,
+    settle,
+)
 from rank_pool import RankPool
 
 from ulysses_ops import Exchange, UlyssesCommunicator, UlyssesError, scatter
@@ -34,12 +45,6 @@ def captured_copy(comm: UlyssesCommunicator, window: Window, pause_ms: float = 0
         return window.tensor.clone()
 
     return capture_step(comm, step, [filled(window, comm.rank, 0)])
-
-
-def settle() -> None:
-    """Everything issued so far is done on every rank."""
-    torch.cuda.synchronize()
-    dist.barrier()
 
 
 def replay_with_skew(rank: int, world_size: int, is_faulty: bool) -> int:
@@ -177,18 +182,13 @@ def node_order(rank: int, world_size: int) -> list[list[str]]:
     with communicator() as comm:
         window = one_window(comm, SHAPE)
         x = filled(window, rank, 1)
-        scatter_once(comm, window, x)
+        send(comm, window, x)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            scatter_once(comm, window, x)
+            send(comm, window, x)
         paths = graph_paths(graph.raw_cuda_graph())
         graph.reset()
         return paths
-
-
-def scatter_once(comm: UlyssesCommunicator, window: Window, x: torch.Tensor) -> None:
-    with Exchange(comm) as exchange:
-        exchange.send(x, window)
 
 
 def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
