@@ -23,7 +23,8 @@ from ulysses_ops.tools.peer_copy import PeerCopy, received_slot
 from ulysses_ops.tools.results import Mode, Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
-from ulysses_ops.windows import Window, WindowSpec, reserve
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 CALLS = 8  # calls in a graph: one replay shows the operator as it is inside a larger graph
 ROTATED_BYTES = 256 << 20  # of sources used in turn, so that no cache holds them all

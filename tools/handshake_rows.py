@@ -17,7 +17,8 @@ from ulysses_ops.tools.peer_copy import PeerCopy
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Rounds, Variant, measure, summarise
-from ulysses_ops.windows import Window, WindowSpec, reserve
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 ROUNDS_IN_GRAPH = 50
 PART_ELEMS = 8

@@ -23,7 +23,8 @@ from ulysses_ops.graphs import CapturedStep, capture_step
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape
-from ulysses_ops.windows import Window, WindowSpec, reserve
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 OP = "replayed exchange"
 DTYPE = torch.int16  # as wide as bf16, and sums wrap: the arithmetic of the check is exact

@@ -11,7 +11,8 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.ops import gather, scatter
-from ulysses_ops.windows import Window, WindowSpec, reserve
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 __version__ = "0.1.0"
 

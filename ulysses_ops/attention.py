@@ -14,7 +14,8 @@ from .communicator import UlyssesCommunicator
 from .exchange import Exchange, check_source
 from .ops import gather, scatter
 from .plan import layout_of_source
-from .windows import Window, WindowSpec, reserve
+from .window_spec import WindowSpec
+from .windows import Window, reserve
 
 # (q, k, v), each (B, S_global, heads, D), -> (B, S_global, heads, D)
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -191,10 +192,10 @@ def _check_all_mean(comm: UlyssesCommunicator, name: str) -> None:
     Raises:
         UlyssesError: they differ; the same text on every rank.
     """
-    text = name.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    text = _shortened(name.encode()).ljust(NAME_BYTES)
     names = [torch.empty(NAME_BYTES, dtype=torch.uint8) for _ in range(comm.world_size)]
     dist.all_gather(names, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=comm.group)
-    told = [bytes(entry.tolist()).decode().strip() for entry in names]
+    told = [bytes(entry.tolist()).decode(errors="replace").strip() for entry in names]
     differing = find_disagreement(told)
     if differing is not None:
         message = (
@@ -202,6 +203,14 @@ def _check_all_mean(comm: UlyssesCommunicator, name: str) -> None:
             f"make the same calls in the same order"
         )
         raise UlyssesError(message)
+
+
+def _shortened(name: bytes) -> bytes:
+    """A name that fits; what is cut off still tells names apart, by its hash."""
+    if len(name) <= NAME_BYTES:
+        return name
+    rest = hashlib.blake2b(name, digest_size=8).hexdigest().encode()
+    return name[: NAME_BYTES - len(rest)] + rest
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from .collective import CollectiveRounds, exchange
 from .communicator import UlyssesCommunicator, find_communicator
 from .exchange import Exchange, check_source, window_of
 from .plan import Direction, layout_of_source
-from .windows import WindowSpec, agree, reserve
+from .window_spec import WindowSpec
+from .windows import agree, reserve
 
 _SPLITS = "int[]? seq_splits=None, int[]? head_splits=None"
 _GROUP = "int world_size, str group_name"

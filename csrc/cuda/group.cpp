@@ -23,22 +23,6 @@ uint64_t mixed(uint64_t value) {
   return value == 0 ? 1 : value;
 }
 
-uint64_t bit(int64_t rank) { return uint64_t{1} << rank; }
-
-uint64_t all_ranks(int64_t world_size) {
-  return world_size == kMaxRanks ? ~uint64_t{0} : bit(world_size) - 1;
-}
-
-std::string names_of(uint64_t ranks) {
-  std::string names;
-  for (int64_t rank = 0; rank < kMaxRanks; ++rank) {
-    if (ranks & bit(rank)) {
-      names += (names.empty() ? "" : ", ") + std::to_string(rank);
-    }
-  }
-  return names;
-}
-
 std::shared_ptr<char> allocate_poison() {
   void* memory = nullptr;
   UOPS_CUDA_CHECK(cudaMalloc(&memory, kPoisonBytes));
@@ -156,17 +140,8 @@ void Group::check_send(const WindowInfo& window, int64_t peer, CaptureId capture
                   " must be a rank below ", world_size_);
   const auto& rounds = channel_of(window).rounds;
   const auto round = rounds.find(capture);
-  if (round == rounds.end()) {
-    return;
-  }
-  for (const Sent& sent : round->second.sent) {
-    if (sent.window == &window) {
-      const uint64_t again = sent.peers & (peer == kEveryRank ? all_ranks(world_size_) : bit(peer));
-      STD_TORCH_CHECK(again == 0, op, ": window '", window.name, "' of channel '", window.channel,
-                      "' already has an exchange in flight for rank ", names_of(again),
-                      "; complete it before sending again, or close the communicator if it was "
-                      "given up");
-    }
+  if (round != rounds.end()) {
+    round->second.check_send(window, peer, op);
   }
 }
 
@@ -181,8 +156,7 @@ void Group::note_tag(Channel& channel, uint64_t tag) {
 // is. The stream is kept and not an event, since its reads come after the completion.
 void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture) {
   const auto reader = channel.readers.find(capture);
-  if (reader != channel.readers.end() && reader->second != caller &&
-      channel.rounds.count(capture) == 0) {
+  if (reader != channel.readers.end() && reader->second != caller) {
     lanes_.order(reader->second, {lanes_.copy(), lanes_.own()}, capture);
   }
 }
@@ -204,59 +178,25 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
       }
     }
   };
-  // The own share needs no handshake. It is issued first: a graph then starts it at once, and the
-  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md).
   if (own_share) {
     lanes_.order(caller, {lanes_.copy(), lanes_.own()}, capture);
-    follow_reader(channel, caller, capture);
-    issue(true);
   } else {
     lanes_.order(caller, {lanes_.copy()}, capture);
+  }
+  const bool opens = channel.rounds.count(capture) == 0;
+  if (opens) {
     follow_reader(channel, caller, capture);
   }
-  if (channel.rounds.count(capture) == 0 && path_.fault != Fault::kNoOpen) {
+  // The own share needs no handshake. It is issued first: a graph then starts it at once, and the
+  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md).
+  issue(true);
+  if (opens && path_.fault != Fault::kNoOpen) {
     const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
     note_tag(channel, tag);
-    handshake({{&channel.empty, tag}}, path_, lanes_.copy());
+    handshake({{&channel.empty, tag}}, path_, lanes_.copy(), capture != 0);
   }
   issue(false);
-  Round& round = channel.rounds[capture];
-  if (std::find(round.senders.begin(), round.senders.end(), caller) == round.senders.end()) {
-    round.senders.push_back(caller);
-  }
-  note_sent(round, window, peer, std::move(source));
-  if (capture == 0) {
-    lanes_.mark();
-  }
-}
-
-void Group::note_sent(Round& round, const WindowInfo& window, int64_t peer, Source source) {
-  const uint64_t peers = peer == kEveryRank ? all_ranks(world_size_) : bit(peer);
-  const auto same = [&](const Sent& sent) { return sent.window == &window; };
-  const auto sent = std::find_if(round.sent.begin(), round.sent.end(), same);
-  if (sent == round.sent.end()) {
-    round.sent.push_back({&window, peers});
-    round.tag += window.tag;
-  } else {
-    sent->peers |= peers;
-  }
-  round.own_share |= (peers & bit(rank_)) != 0;
-  round.sources.push_back(std::move(source));
-}
-
-void Group::check_round(const std::string& name, const Round& round,
-                        const std::vector<const void*>& windows) const {
-  for (const Sent& sent : round.sent) {
-    STD_TORCH_CHECK(
-        std::count(windows.begin(), windows.end(), sent.window->base_of_rank[rank_]) == 1,
-        "complete: channel '", name, "' also has window '", sent.window->name,
-        "' in flight; complete all windows of a channel in one call");
-    // The own share may have been written by its producer; a peer's share can only have been sent.
-    const uint64_t missing = all_ranks(world_size_) & ~(sent.peers | bit(rank_));
-    STD_TORCH_CHECK(missing == 0, "complete: window '", sent.window->name,
-                    "' was sent nothing for rank ", names_of(missing),
-                    "; send every peer its part first");
-  }
+  channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
 }
 
 void Group::complete(const std::vector<const void*>& windows,
@@ -271,14 +211,12 @@ void Group::complete(const std::vector<const void*>& windows,
     STD_TORCH_CHECK(round != channel.rounds.end(), "complete: channel '", info.channel,
                     "' has nothing in flight here; send into window '", info.name,
                     "' first, in the same capture if there is one");
-    const auto& sent = round->second.sent;
-    STD_TORCH_CHECK(std::any_of(sent.begin(), sent.end(),
-                                [&](const Sent& entry) { return entry.window == &info; }),
-                    "complete: window '", info.name, "' has nothing in flight; send into it first");
+    STD_TORCH_CHECK(round->second.has(info), "complete: window '", info.name,
+                    "' has nothing in flight; send into it first");
     if (std::find(channels.begin(), channels.end(), &channel) == channels.end()) {
-      check_round(info.channel, round->second, windows);
+      round->second.check_complete(windows, rank_);
       channels.push_back(&channel);
-      for (const Source& source : round->second.sources) {
+      for (const Source& source : round->second.sources()) {
         expected.push_back(source.identity);
       }
     }
@@ -294,17 +232,17 @@ void Group::complete(const std::vector<const void*>& windows,
   std::vector<Signal> signals;
   for (Channel* channel : channels) {
     const Round& round = channel->rounds.at(capture);
-    const uint64_t tag = mixed(channel->tag + round.tag + kFullSalt);
+    const uint64_t tag = mixed(channel->tag + round.tag() + kFullSalt);
     note_tag(*channel, tag);
     signals.push_back({&channel->full, tag});
-    own_share |= round.own_share;
+    own_share |= round.has_own_share();
   }
   if (path_.fault == Fault::kNoWait) {
     for (const Signal& signal : signals) {
       announce(signal, path_, lanes_.copy());
     }
   } else {
-    handshake(signals, path_, lanes_.copy());
+    handshake(signals, path_, lanes_.copy(), capture != 0);
   }
   if (own_share) {
     lanes_.order(lanes_.own(), {caller}, capture);
@@ -312,16 +250,13 @@ void Group::complete(const std::vector<const void*>& windows,
   lanes_.order(lanes_.copy(), {caller}, capture);
   for (Channel* channel : channels) {
     // A source may be given back to the stream that it came from once this round forgets it.
-    for (const cudaStream_t sender : channel->rounds.at(capture).senders) {
+    for (const cudaStream_t sender : channel->rounds.at(capture).senders()) {
       if (sender != caller) {
         lanes_.order(caller, {sender}, capture);
       }
     }
     channel->rounds.erase(capture);
     channel->readers[capture] = caller;
-  }
-  if (capture == 0) {
-    lanes_.mark();
   }
 }
 
@@ -377,7 +312,6 @@ void Group::after_replay(cudaStream_t launch) {
   for (auto& [name, channel] : channels_) {
     channel.readers[0] = launch;  // a graph may hand out a window; it is read on this stream
   }
-  lanes_.mark();
 }
 
 void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
@@ -385,13 +319,10 @@ void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
   lanes_.order(caller, {lanes_.copy()}, capture);
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     // Two words in turn: with one, a peer that runs ahead would set it before it was reset.
-    handshake({{&probe_words_, mixed(kOpenSalt)}}, path_, lanes_.copy());
-    handshake({{&answer_words_, mixed(kFullSalt)}}, path_, lanes_.copy());
+    handshake({{&probe_words_, mixed(kOpenSalt)}}, path_, lanes_.copy(), capture != 0);
+    handshake({{&answer_words_, mixed(kFullSalt)}}, path_, lanes_.copy(), capture != 0);
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
-  if (capture == 0) {
-    lanes_.mark();
-  }
 }
 
 void Group::release_waits_once() {

@@ -1,19 +1,14 @@
 // A group of ranks as the device side sees it: peer pointers of windows and words, and the rounds
 // in flight.
 //
-// NOTE [rounds]: a round is everything between two completions of a channel. It begins with the
-// first send into one of the channel's windows (which opens the channel) and ends with `complete`.
-// Rounds are kept apart by capture, so that a capture that was given up leaves nothing behind for
-// eager calls. NOTE [checks]: everything that can be refused is refused before the first CUDA call
+// NOTE [checks]: everything that can be refused is refused before the first CUDA call
 // of an operation; Python has checked arguments already, so these are the last resort.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -21,6 +16,7 @@
 #include "../plan.h"
 #include "handshake.h"
 #include "lanes.h"
+#include "round.h"
 
 namespace ulysses_ops {
 
@@ -30,24 +26,6 @@ inline constexpr int64_t kMaxChannels = 64;
 // The symmetric word block of one rank: for each channel `empty` and `full` words of every rank,
 // then two probe words of every rank, then one scratch word. In words, not bytes.
 int64_t num_words(int64_t world_size);
-
-struct WindowInfo {
-  std::string name;
-  std::string channel;
-  Layout layout;
-  uint64_t tag = 0;                 // equal on every rank, unlike any pointer
-  std::vector<char*> base_of_rank;  // as mapped here
-  std::set<CaptureId> captures;     // captures that baked these addresses in; they pin the window
-  int64_t last_use = 0;             // higher is later
-};
-
-// What a send reads. `keepalive` holds the memory until the round is joined.
-struct Source {
-  const void* identity = nullptr;  // the pointer that `complete` is asked about
-  const char* base = nullptr;
-  std::array<int64_t, 4> strides{};
-  std::shared_ptr<void> keepalive;
-};
 
 class Group {
  public:
@@ -65,9 +43,7 @@ class Group {
   void remove_window(const void* local_base);
   WindowInfo& window(const void* local_base, const char* op) const;
 
-  CaptureId admit(cudaStream_t caller, const char* op) const {
-    return lanes_.admit(caller, this, op);
-  }
+  CaptureId admit(cudaStream_t caller, const char* op) { return lanes_.admit(caller, this, op); }
 
   // Whether `peer`'s share (every share for kEveryRank) may be sent into the window now; throws
   // otherwise.
@@ -104,17 +80,6 @@ class Group {
   void poison_windows();
 
  private:
-  struct Sent {
-    const WindowInfo* window;
-    uint64_t peers;  // ranks whose share was sent, as bits
-  };
-  struct Round {
-    std::vector<Sent> sent;
-    std::vector<Source> sources;
-    std::vector<cudaStream_t> senders;  // streams that sent; they own memory that is being read
-    uint64_t tag = 0;                   // sum over windows: the order of parts does not matter
-    bool own_share = false;
-  };
   struct Channel {
     int64_t slot = 0;
     int64_t num_windows = 0;
@@ -131,9 +96,6 @@ class Group {
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
-  void note_sent(Round& round, const WindowInfo& window, int64_t peer, Source source);
-  void check_round(const std::string& name, const Round& round,
-                   const std::vector<const void*>& windows) const;
   static void note_tag(Channel& channel, uint64_t tag);
 
   int64_t rank_;

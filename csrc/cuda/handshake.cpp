@@ -71,13 +71,15 @@ void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream)
   submit(batch, stream);
 }
 
-void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream) {
+void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
+               bool is_captured) {
   Batch batch;
   for (const Signal& signal : signals) {
     begin_announce(batch, signal, path, stream);
   }
-  submit(batch,
-         stream);  // on its way while the waits are being set up: one batch for both is slower
+  if (is_captured) {
+    submit(batch, stream);
+  }
   for (const Signal& signal : signals) {
     for (const CUdeviceptr local : signal.words->local) {
       push_wait(batch, local, signal.tag, path.flush_remote);

@@ -50,8 +50,9 @@ struct Signal {
 };
 
 // Both halves: announce all signals to every peer, then await every peer for all of them, on
-// `stream`.
-void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream);
+// `stream`. A graph is faster with a batch for each half, an eager call saves the host one of them.
+void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
+               bool is_captured);
 
 // The first half alone; the probe of a signal path uses it.
 void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream);

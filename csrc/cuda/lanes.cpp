@@ -52,18 +52,23 @@ Lanes& Lanes::of(int64_t device) {
   return *entry;
 }
 
-CaptureId Lanes::admit(cudaStream_t caller, const void* group, const char* op) const {
+CaptureId Lanes::admit(cudaStream_t caller, const void* group, const char* op) {
   const CaptureId capture = capture_id(caller);
+  bool lanes_captured = false;
   for (const cudaStream_t lane : {copy_, own_}) {
     const CaptureId lane_capture = capture_id(lane);
     STD_TORCH_CHECK(lane_capture == 0 || lane_capture == capture, op,
                     ": the copy streams of this device take part in another capture (id ",
                     lane_capture, ", this call's is ", capture,
                     "); complete and end that capture first");
+    lanes_captured |= lane_capture != 0;
   }
   STD_TORCH_CHECK(capture == 0 || capture != owned_capture_ || group == owner_, op,
                   ": this step is captured for another communicator; capture a step with the "
                   "communicator that it uses, and use one in it");
+  if (capture != 0 && !lanes_captured) {
+    mark();  // the last chance: soon they take part in the capture
+  }
   return capture;
 }
 
@@ -73,11 +78,16 @@ void Lanes::set_capture_owner(CaptureId capture, const void* group) {
 }
 
 void Lanes::mark() {
+  if (is_marked_) {
+    return;
+  }
   UOPS_CUDA_CHECK(cudaEventRecord(copy_mark_, copy_));
   UOPS_CUDA_CHECK(cudaEventRecord(own_mark_, own_));
+  is_marked_ = true;
 }
 
-bool Lanes::is_idle() const {
+bool Lanes::is_idle() {
+  mark();
   for (const cudaEvent_t event : {copy_mark_, own_mark_}) {
     const cudaError_t status = cudaEventQuery(event);
     if (status == cudaErrorNotReady) {
@@ -90,6 +100,7 @@ bool Lanes::is_idle() const {
 
 void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after,
                   CaptureId capture) {
+  is_marked_ &= capture != 0;
   // A wait refers to the latest record, so one event serves all calls.
   const cudaEvent_t event = capture == 0 ? eager_event_ : capture_event_;
   UOPS_CUDA_CHECK(cudaEventRecord(event, before));

@@ -42,17 +42,15 @@ class Lanes {
 
   // The capture that a call from `caller` belongs to. Throws, before anything is issued, when the
   // lanes take part in another capture.
-  CaptureId admit(cudaStream_t caller, const void* group, const char* op) const;
+  CaptureId admit(cudaStream_t caller, const void* group, const char* op);
 
   // One captured step belongs to one group: its windows are pinned, and ordered, by that group
   // alone.
   void set_capture_owner(CaptureId capture, const void* group);
 
-  // Remembers what the lanes hold now as their latest eager work.
-  void mark();
-  // Whether all that was marked is done. Looks at events and not at the streams, which may be
-  // taking part in a capture.
-  bool is_idle() const;
+  // Whether all eager work is done. Looks at events and not at the streams, which may be taking
+  // part in a capture.
+  bool is_idle();
 
   // Makes every stream of `after` wait for what `before` holds now; all take part in `capture` or,
   // if it is 0, in none.
@@ -60,6 +58,8 @@ class Lanes {
 
  private:
   explicit Lanes(int64_t device);
+  // Remembers what the lanes hold now as their latest eager work.
+  void mark();
 
   cudaStream_t copy_ = nullptr;
   cudaStream_t own_ = nullptr;
@@ -68,6 +68,7 @@ class Lanes {
   cudaEvent_t capture_event_ = nullptr;
   cudaEvent_t copy_mark_ = nullptr;
   cudaEvent_t own_mark_ = nullptr;
+  bool is_marked_ = true;  // whether the marks cover all eager work: a mark for each call costs it
   CaptureId owned_capture_ = 0;
   const void* owner_ = nullptr;
 };

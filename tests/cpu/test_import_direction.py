@@ -29,6 +29,7 @@ ORDER = (
     "mapping",
     "copy_engine",
     "communicator",
+    "window_spec",
     "windows",
     "collective",
     "exchange",

@@ -1,0 +1,89 @@
+"""What a window is for: the same on every rank, with a key that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .plan import Direction, Layout, layout_of_global
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """What a window is for; equal on every rank.
+
+    Attributes:
+        name: Tells windows of the same shape apart.
+        direction: ``"scatter"`` or ``"gather"``.
+        shape: Global shape ``(B, S_global, H, D)``.
+        dtype: Element type; bytes move, so any.
+        channel: Windows of one channel are opened and completed together, and none of them may be
+            read between the first send into one and ``complete``. By default a channel of its own.
+        seq_splits: Rows held by each rank; even when left out.
+        head_splits: Heads held by each rank; even when left out.
+    """
+
+    name: str
+    direction: Direction
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    channel: str | None = None
+    seq_splits: tuple[int, ...] | None = None
+    head_splits: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Take lists too, and refuse what no rank could allocate."""
+        for name in ("shape", "seq_splits", "head_splits"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.dtype, torch.dtype):
+            message = f"WindowSpec: dtype={self.dtype!r} must be a torch.dtype"
+            raise ValueError(message)
+
+    @classmethod
+    def of_layout(
+        cls, name: str, layout: Layout, dtype: torch.dtype, channel: str | None = None
+    ) -> WindowSpec:
+        """Spec of a window for this layout, its splits written out."""
+        return cls(
+            name,
+            layout.direction,
+            layout.global_shape,
+            dtype,
+            channel,
+            layout.seq_splits,
+            layout.head_splits,
+        )
+
+    def layout(self, world_size: int) -> Layout:
+        """Layout of the exchange.
+
+        Raises:
+            ValueError: the shape cannot be split over ``world_size`` ranks.
+        """
+        return _layout(self, world_size)
+
+    def key(self, world_size: int) -> str:
+        """Text that is equal for equal windows, on every rank."""
+        return _key(self, world_size)
+
+
+# Both are asked for at every eager call.
+@lru_cache(maxsize=1024)
+def _layout(spec: WindowSpec, world_size: int) -> Layout:
+    return layout_of_global(
+        "reserve", spec.direction, spec.shape, world_size, spec.seq_splits, spec.head_splits
+    )
+
+
+@lru_cache(maxsize=1024)
+def _key(spec: WindowSpec, world_size: int) -> str:
+    layout = spec.layout(world_size)
+    return (
+        f"{spec.direction} window '{spec.name}' {list(layout.global_shape)} {spec.dtype} "
+        f"channel '{spec.channel or spec.name}' seq {list(layout.seq_splits)} "
+        f"heads {list(layout.head_splits)}"
+    )
