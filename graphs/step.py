@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.exchange import pending_channels
+from ulysses_ops.graphs.refusals import explained
+from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
 
 RESOURCE = "captured steps"
 POLL_S = 0.0005
@@ -29,6 +32,16 @@ class _Steps:
 
     def __init__(self) -> None:
         self.live: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+        self._last: torch.cuda.Stream | None = None
+
+    def follow_last(self) -> None:
+        """Order the current stream behind the latest replay and what read it, of any step.
+
+        For transports without a copy chain that does so.
+        """
+        if self._last is not None:
+            torch.cuda.current_stream().wait_stream(self._last)
+        self._last = torch.cuda.current_stream()
 
     def close(self) -> None:
         for step in list(self.live):
@@ -39,88 +52,117 @@ class CapturedStep:
     """A captured step; :func:`capture_step` makes it.
 
     Attributes:
-        inputs: Static inputs that the graph reads; write into them, or pass tensors to
-        :meth:`replay`.
-        outputs: What the step returned at capture; each replay overwrites it.
+        inputs: Static inputs that the graph reads, nested as they were given; write into their
+            tensors, or pass new ones to :meth:`replay`.
+        outputs: What the step returned at capture; each replay overwrites its tensors.
+        num_bytes: Memory that the capture added, static inputs included, in bytes.
     """
 
     def __init__(
-        self,
-        comm: UlyssesCommunicator,
-        graph: torch.cuda.CUDAGraph,
-        inputs: tuple[Tensor, ...],
-        outputs: Any,
-        capture: int,
+        self, comm: UlyssesCommunicator, step: Callable[..., Any], static: Flat, captured: Captured
     ) -> None:
         """Take over a finished capture."""
         self._comm = comm  # its windows are what the graph writes into
-        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._step: Callable[..., Any] | None = step  # holds the weights that the graph reads
+        self._graph: torch.cuda.CUDAGraph | None = captured.graph
         self._engine = comm.copy_engine
-        self.inputs = inputs
-        self.outputs = outputs
-        comm.attach(RESOURCE, _Steps).live.add(self)
+        self._signature = static.signature
+        self._static = static.tensors
+        self.inputs = static.with_tensors(self._static)
+        self.outputs = captured.outputs
+        self.num_bytes = captured.num_bytes + sum(tensor.nbytes for tensor in self._static)
+        self._siblings = comm.attach(RESOURCE, _Steps)
+        self._siblings.live.add(self)
         if self._engine is not None:
-            self._finalizer = weakref.finalize(self, _unpin, self._engine, capture)
+            self._finalizer = weakref.finalize(self, _unpin, self._engine, captured.number)
 
-    def replay(self, *inputs: Tensor) -> Any:
+    def replay(self, *inputs: Any) -> Any:
         """Run the step again on the current stream.
 
         Args:
-            inputs: New values, copied into the static inputs; none to keep what is there.
+            inputs: New values, nested as at the capture; their tensors are copied into the static
+                inputs. None to keep what is there.
 
         Returns:
             ``outputs``, valid until the next replay.
 
         Raises:
-            ValueError: number, shape, dtype or device of the inputs is not that of the capture.
+            ValueError: structure, shapes, dtypes, device or constants are not those of the capture.
             UlyssesError: the step or its communicator is closed, or an exchange is in flight.
 
         Collective: every rank replays the same steps in the same order. Never waits on the host.
         """
+        given = self._checked(inputs) if inputs else []
+        return self.replay_tensors(given)
+
+    def replay_tensors(self, given: Sequence[Tensor]) -> Any:
+        """:meth:`replay` for tensors that are known to fit, in the order of the leaves."""
         graph = self._graph
         if graph is None:
             message = "replay: the step is closed; capture it again"
             raise UlyssesError(message)
-        if inputs:
-            self._copy_in(inputs)
         with torch.cuda.device(self._comm.device):
-            self._launch(graph)
+            self._begin()
+            for static, value in zip(self._static, given, strict=bool(given)):
+                if static is not value:
+                    static.copy_(value, non_blocking=True)
+            graph.replay()
+            if self._engine is not None:
+                self._engine.after_replay()
         return self.outputs
 
-    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _begin(self) -> None:
+        """Order this stream behind earlier replays: they read the static inputs too."""
         if self._engine is None:
-            graph.replay()
+            self._comm.check_open("replay")
+            self._siblings.follow_last()
             return
         pending = self._engine.pending()
         if pending:
             message = f"replay: channel '{pending}' has an exchange in flight; complete it first"
             raise UlyssesError(message)
         self._engine.before_replay()
-        graph.replay()
-        self._engine.after_replay()
 
-    def _copy_in(self, inputs: Sequence[Tensor]) -> None:
-        if len(inputs) != len(self.inputs):
-            message = (
-                f"replay: {len(inputs)} inputs given, the step was captured with {len(self.inputs)}"
-            )
+    def _checked(self, inputs: tuple[Any, ...]) -> list[Tensor]:
+        flat = flatten("replay", inputs, self._comm.device)
+        difference = flat.signature.difference(self._signature)
+        if difference:
+            message = f"replay: {difference} at the capture; capture a step for each signature"
             raise ValueError(message)
-        for index, (static, given) in enumerate(zip(self.inputs, inputs, strict=True)):
-            if (static.shape, static.dtype, static.device) != (
-                given.shape,
-                given.dtype,
-                given.device,
-            ):
+        return flat.tensors
+
+    def verify(self, *inputs: Any) -> None:
+        """Raise unless a replay with these inputs gives the bits of an eager call.
+
+        Finds what a capture cannot see: work on a stream that was not forked inside the step, host
+        values that were baked in, state that the step keeps. Use other values than at the capture.
+
+        Raises:
+            UlyssesError: an output differs on some rank; the same text on every rank.
+
+        Collective. Waits on the host. A step that draws random numbers does not pass.
+        """
+        _, failures = self._comm.agreement.attempt("verify", lambda: self._compare(inputs))
+        if failures:
+            message = f"verify: the graph is not the step on {'; '.join(failures)}"
+            raise UlyssesError(message)
+
+    def _compare(self, inputs: tuple[Any, ...]) -> None:
+        tensors = self._checked(inputs)
+        if self._step is None:
+            message = "the step is closed"
+            raise UlyssesError(message)
+        replayed = [value.clone() for value in tensors_of(self.replay_tensors(tensors))]
+        with torch.no_grad():
+            eager = tensors_of(self._step(*inputs))
+        for index, (one, other) in enumerate(zip(replayed, eager, strict=True)):
+            if not same_bits(one, other):
                 message = (
-                    f"replay: input {index} is {list(given.shape)}, {given.dtype}, on "
-                    f"{given.device}; "
-                    f"captured was {list(static.shape)}, {static.dtype}, on {static.device}; "
-                    f"capture a step for each shape"
+                    f"output {index} of {len(eager)}, {list(one.shape)}: replay and eager call "
+                    f"differ; look for work on streams that are not forked inside the step, values "
+                    f"from the host, and state"
                 )
-                raise ValueError(message)
-        for static, given in zip(self.inputs, inputs, strict=True):
-            if static is not given:
-                static.copy_(given, non_blocking=True)
+                raise UlyssesError(message)
 
     def close(self) -> None:
         """Give the graph and its memory back once its replays are over. Local, idempotent."""
@@ -137,6 +179,8 @@ class CapturedStep:
             raise UlyssesError(message)
         self._graph.reset()
         self._graph = None
+        self._step = None
+        self._static = []
         self.outputs = None
         self.inputs = ()
         if self._engine is not None:
@@ -150,21 +194,30 @@ def _unpin(engine: CopyEngineGroup, capture: int) -> None:
 def capture_step(
     comm: UlyssesCommunicator,
     step: Callable[..., Any],
-    inputs: Sequence[Tensor] = (),
+    inputs: Sequence[Any] = (),
     *,
     warmup: int = 3,
+    generators: Sequence[torch.Generator] = (),
+    pool: Any = None,
 ) -> CapturedStep:
-    """Capture one call of ``step`` on every rank.
+    """Capture one call of ``step`` on every rank, with no gradients.
 
     Args:
         comm: An open communicator on a CUDA device, of transport ``ce`` or ``nccl``.
-        step: ``step(*inputs)``; must not synchronise with the host, and must complete what it
-        sends.
-        inputs: Example values; copies of them become the static inputs.
-        warmup: Eager calls before the capture, at least 1: they reserve windows and load kernels.
+        step: ``step(*inputs)``; must not synchronise with the host, must join the streams that it
+            forks, and must complete what it sends. May be compiled. It is kept, and with it the
+            weights that the graph reads.
+        inputs: Example values: tensors on ``comm.device``, constants, and nested dicts, lists and
+            tuples of both. Copies of the tensors become the static inputs, constants are baked in.
+        warmup: Eager calls before the capture, at least 1: they reserve windows, compile, and load
+            kernels. A step that changes state of its own changes it this often.
+        generators: CUDA generators that the step draws from, besides the default one.
+        pool: As ``torch.cuda.graph`` takes it: graphs that share one keep their intermediates in
+            the same memory.
 
     Raises:
-        ValueError: ``warmup`` below 1.
+        ValueError: ``warmup`` below 1, or a tensor on another device.
+        TypeError: an input that is neither a tensor nor a constant.
         UlyssesError: the step cannot be captured on some rank; the same text on every rank, nothing
             is left captured, and the communicator can be used on.
 
@@ -173,31 +226,38 @@ def capture_step(
     if warmup < 1:
         message = f"capture_step: warmup={warmup} must be at least 1, so that windows are reserved"
         raise ValueError(message)
-    if comm.device.type != "cuda" or comm.transport == "gloo":
+    if not can_capture(comm):
         message = (
             f"capture_step: device {comm.device} with transport '{comm.transport}' cannot be "
             f"captured; use a CUDA device and transport 'ce' or 'nccl'"
         )
         raise UlyssesError(message)
-    with torch.cuda.device(comm.device):
-        return _capture_step(comm, step, inputs, warmup)
-
-
-def _capture_step(
-    comm: UlyssesCommunicator, step: Callable[..., Any], inputs: Sequence[Tensor], warmup: int
-) -> CapturedStep:
-    if torch.cuda.is_current_stream_capturing():
-        message = "capture_step: this stream is being captured already; end that capture first"
-        raise UlyssesError(message)
-    static = tuple(value.detach().clone() for value in inputs)
-    _, failures = comm.agreement.attempt("warm-up", lambda: _warm_up(comm, step, static, warmup))
-    _raise_failures("warm-up", failures)
-    captured, failures = comm.agreement.attempt("capture", lambda: _capture(comm, step, static))
+    with torch.cuda.device(comm.device), torch.no_grad():
+        if torch.cuda.is_current_stream_capturing():
+            message = "capture_step: this stream is being captured already; end that capture first"
+            raise UlyssesError(message)
+        given = flatten("capture_step", tuple(inputs), comm.device)
+        static = flatten(
+            "capture_step",
+            given.with_tensors([value.detach().clone() for value in given.tensors]),
+            comm.device,
+        )
+        call = partial(step, *static.with_tensors(static.tensors))
+        _, failures = comm.agreement.attempt("warm-up", lambda: _warm_up(comm, call, warmup))
+        _raise_failures("warm-up", failures)
+        captured, failures = comm.agreement.attempt(
+            "capture", lambda: _capture(comm, call, generators, pool)
+        )
     if failures and captured is not None:
         captured.discard(comm.copy_engine)
     _raise_failures("capture", failures)
     assert captured is not None
-    return CapturedStep(comm, captured.graph, static, captured.outputs, captured.number)
+    return CapturedStep(comm, step, static, captured)
+
+
+def can_capture(comm: UlyssesCommunicator) -> bool:
+    """Whether steps of this communicator can become graphs."""
+    return comm.device.type == "cuda" and comm.transport != "gloo"
 
 
 def _raise_failures(topic: str, failures: list[str]) -> None:
@@ -207,28 +267,35 @@ def _raise_failures(topic: str, failures: list[str]) -> None:
 
 
 @dataclass
-class _Captured:
-    """What one rank has captured, until all ranks have."""
+class Captured:
+    """What one rank has captured, until all ranks have.
+
+    Attributes:
+        graph: The graph.
+        outputs: What the step returned.
+        number: Id of the capture; 0 where no copy engine takes part.
+        num_bytes: What the caching allocator took from the device meanwhile.
+    """
 
     graph: torch.cuda.CUDAGraph
-    outputs: Any
-    number: int  # id of the capture; 0 where no copy engine takes part
+    outputs: Any = None
+    number: int = 0
+    num_bytes: int = 0
 
     def discard(self, engine: CopyEngineGroup | None) -> None:
+        """Give everything back."""
         self.outputs = None
         self.graph.reset()
         if engine is not None:
             engine.forget_capture(self.number)
 
 
-def _warm_up(
-    comm: UlyssesCommunicator, step: Callable[..., Any], static: tuple[Tensor, ...], count: int
-) -> None:
+def _warm_up(comm: UlyssesCommunicator, call: Callable[[], Any], count: int) -> None:
     stream = torch.cuda.Stream(comm.device)
     stream.wait_stream(torch.cuda.current_stream(comm.device))
     with torch.cuda.stream(stream):
         for _ in range(count):
-            step(*static)
+            call()
             _refuse_pending(comm)
         done = stream.record_event()
     torch.cuda.current_stream(comm.device).wait_stream(stream)
@@ -241,17 +308,24 @@ def _warm_up(
 
 
 def _capture(
-    comm: UlyssesCommunicator, step: Callable[..., Any], static: tuple[Tensor, ...]
-) -> _Captured:
+    comm: UlyssesCommunicator,
+    call: Callable[[], Any],
+    generators: Sequence[torch.Generator],
+    pool: Any,
+) -> Captured:
     engine = comm.copy_engine
-    captured = _Captured(torch.cuda.CUDAGraph(), None, 0)
+    captured = Captured(torch.cuda.CUDAGraph())
+    for generator in generators:
+        captured.graph.register_generator_state(generator)
     cause: Exception | None = None
     try:
         # Other threads (the watchdog of NCCL, say) may go on using CUDA meanwhile.
-        with torch.cuda.graph(captured.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(captured.graph, pool=pool, capture_error_mode="thread_local"):
             try:
                 captured.number = 0 if engine is None else engine.own_capture()
-                captured.outputs = step(*static)
+                before = torch.cuda.memory_reserved(comm.device)
+                captured.outputs = call()
+                captured.num_bytes = torch.cuda.memory_reserved(comm.device) - before
                 _refuse_pending(comm)
             except Exception as error:
                 cause = error
@@ -261,7 +335,7 @@ def _capture(
             engine.abandon_captures()
             engine.forget_capture(captured.number)
         # Ending a broken capture raises as well; what broke it says more.
-        raise cause or error from None
+        raise explained(cause or error) from None
     return captured
 
 
