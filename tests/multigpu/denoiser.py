@@ -36,7 +36,8 @@ class Block(nn.Module):
         where = None if mask is None else mask[:, None, None, :]
         attended = F.scaled_dot_product_attention(query, keys, keys, attn_mask=where)
         x = x + attended.transpose(1, 2).flatten(2)
-        return x + self.mlp(x)
+        out: Tensor = x + self.mlp(x)
+        return out
 
 
 class Denoiser(nn.Module):
