@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,6 @@ class GraphCache:
         padded = self._pad(args, kwargs)
         if padded is None or not can_capture(self._comm):
             return self._call_eagerly(args, kwargs)
-        # One tuple in, so that graphs take keywords as well.
         flat = flatten("GraphCache", padded, self._comm.device)
         graph = self._graphs.use(flat.signature)
         if graph is None:
@@ -184,7 +184,7 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()
         graph = capture_step(
             self._comm,
-            self._run_call,
+            partial(_call, self._step),  # not a method: a cycle would be freed at any time
             call,
             warmup=self._warmup,
             generators=self._generators,
@@ -200,9 +200,6 @@ class GraphCache:
         self._drop(self._graphs.make_room(num_bytes))
         self._graphs.add(signature, graph, num_bytes)
         return graph
-
-    def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._step(*args, **kwargs)
 
     def _meet(self) -> None:
         """All ranks capture now, and hold the same graphs in the same order."""
@@ -238,3 +235,7 @@ class GraphCache:
             graph.close()
         self._uses.clear()
         self._too_large.clear()
+
+
+def _call(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return step(*args, **kwargs)

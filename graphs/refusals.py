@@ -27,8 +27,7 @@ MEANINGS = {
     "capturing stream has unjoined work": JOIN,
     "dependency created on uncaptured work in another stream": FORK,
     "would make the legacy stream depend on a capturing": LEGACY,
-    "outside graph capture": GENERATOR,
-    "CUDAGeneratorImpl": GENERATOR,
+    "CUDA generator not in capture mode": GENERATOR,
 }
 
 

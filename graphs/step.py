@@ -6,9 +6,11 @@ dropped on all. Replays are serialised with each other and with eager exchanges 
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -320,7 +322,10 @@ def _capture(
     cause: Exception | None = None
     try:
         # Other threads (the watchdog of NCCL, say) may go on using CUDA meanwhile.
-        with torch.cuda.graph(captured.graph, pool=pool, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(captured.graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             try:
                 captured.number = 0 if engine is None else engine.own_capture()
                 before = torch.cuda.memory_reserved(comm.device)
@@ -337,6 +342,19 @@ def _capture(
         # Ending a broken capture raises as well; what broke it says more.
         raise explained(cause or error) from None
     return captured
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and not later: to free device memory would break the capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _refuse_pending(comm: UlyssesCommunicator) -> None:

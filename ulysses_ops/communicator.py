@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,50 +16,12 @@ from .agreement import Agreement, find_disagreement, group_store, join
 from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import AgreementError, TopologyError, UlyssesError
+from .lifetime import Resource, State, finalise, sweep
 from .mapping import MAPPING_KINDS, MappingKind
 from .topology import Topology, probe
 
-CLOSE_TIMEOUT_S = 10.0
-
-
-class Resource(Protocol):
-    """Something that lives as long as a communicator."""
-
-    def close(self) -> None:
-        """Give up what is held. Local; called when nothing is in flight."""
-
-
 R = TypeVar("R", bound=Resource)
 
-
-class _State:
-    """What :meth:`UlyssesCommunicator.close` gives up; apart, so that a finaliser can hold it."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.copy_engine: CopyEngineGroup | None = None
-        self.resources: dict[str, Any] = {}
-
-    def close(self) -> None:
-        """Give everything up; every step is tried, whatever the others raise."""
-        if self.closed:
-            return
-        self.closed = True
-        engine = self.copy_engine
-        with ExitStack() as steps:  # runs in reverse
-            if engine is not None:
-                steps.callback(engine.close)
-            for resource in self.resources.values():
-                steps.callback(resource.close)
-            if engine is not None and not engine.settle(CLOSE_TIMEOUT_S):
-                # Work is queued behind a wait that nobody ends. What it reads and writes stays.
-                steps.pop_all()
-                engine.forget()
-                _KEPT.append(self)
-
-
-# States whose memory is still in use by work that could not be ended; kept until the process is.
-_KEPT: list[_State] = []
 
 # Names in operator schemas -> communicators. Weak: a name keeps nothing alive.
 _BY_NAME: weakref.WeakValueDictionary[str, UlyssesCommunicator] = weakref.WeakValueDictionary()
@@ -132,8 +93,9 @@ class UlyssesCommunicator:
         self.timeout_s = timeout_s
         self.max_windows = max_windows
         self.mapping: MappingKind | None = None
-        self._state = _State()
-        weakref.finalize(self, self._state.close)
+        self._state = State()
+        sweep()
+        weakref.finalize(self, finalise, self._state)
         _check_timeout(timeout_s)
         self.agreement = self._join()
 
@@ -297,6 +259,7 @@ class UlyssesCommunicator:
         NaN and the waits released, with a ``RuntimeWarning``.
         """
         self._state.close()
+        sweep()
 
     def __enter__(self) -> UlyssesCommunicator:
         """Return itself."""

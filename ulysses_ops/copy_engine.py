@@ -188,8 +188,18 @@ class CopyEngineGroup:
         Returns:
             Whether the copy chain is idle now; if not, its memory must stay.
         """
-        if self.wait_idle(timeout_s):
-            return True
+        try:
+            if self.wait_idle(timeout_s):
+                return True
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            warnings.warn(
+                f"ulysses: the device failed ({first}); what it holds is given back when the "
+                f"process ends",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
         torch.ops.ulysses._ce_poison_windows(self.number)
 
         def release() -> bool:

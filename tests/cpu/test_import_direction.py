@@ -28,6 +28,7 @@ ORDER = (
     "reference",
     "mapping",
     "copy_engine",
+    "lifetime",
     "communicator",
     "window_spec",
     "windows",

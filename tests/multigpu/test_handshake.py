@@ -275,9 +275,9 @@ def test_control_nccl_waits_for_sms(pair: RankPool) -> None:
 
 def pending_at_close(rank: int, world_size: int) -> tuple[float, bool, bool]:
     """Rank 0 sends, rank 1 never does: close ends the wait, and no result looks good."""
-    from ulysses_ops import communicator as module
+    from ulysses_ops import lifetime
 
-    module.CLOSE_TIMEOUT_S = 1.0
+    lifetime.CLOSE_TIMEOUT_S = 1.0
     comm = communicator()
     scatter(filled(one_window(comm, SHAPE), rank, 0), comm)
     settle()

@@ -176,7 +176,9 @@ def asserting(rank: int, world_size: int) -> list[str]:
     with pytest.raises(RuntimeError) as closed:
         step.close()
     messages.append(str(closed.value))
-    comm.close()
+    with pytest.warns(RuntimeWarning, match="the device failed") as warned:
+        comm.close()
+    messages.append(str(warned[0].message))
     with pytest.raises(RuntimeError) as again:
         torch.cuda.synchronize()
     messages.append(str(again.value))
