@@ -220,7 +220,8 @@ def completes_while_held(threads: int, work: Callable[[], None]) -> bool:
     sink = torch.zeros(1, device="cuda")
     one = torch.ones(1, dtype=torch.int32).pin_memory()
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    holder, caller = torch.cuda.Stream(), torch.cuda.Stream()
+    # Streams of one priority share a few hardware queues, and with them what holds one of them.
+    holder, caller = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
     settle()
     with torch.cuda.stream(holder):  # the limit, 3 s, only ends a broken test
         grid = (BLOCKS_PER_SM * sms, 1, 1)
