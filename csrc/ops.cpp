@@ -71,7 +71,9 @@ void run_handshakes(int64_t number, int64_t num_pairs) {
 
 void add_window(int64_t number, std::string name, std::string channel, int64_t tag, bool gather,
                 int64_t batch, int64_t head_dim, int64_t itemsize, std::vector<int64_t> seq_splits,
-                std::vector<int64_t> head_splits, std::vector<int64_t> bases) {
+                std::vector<int64_t> head_splits, std::vector<int64_t> seq_starts,
+                std::vector<int64_t> head_starts, int64_t seq_total, int64_t head_total,
+                std::vector<int64_t> bases) {
   WindowInfo info;
   info.name = std::move(name);
   info.channel = std::move(channel);
@@ -81,7 +83,11 @@ void add_window(int64_t number, std::string name, std::string channel, int64_t t
                        head_dim,
                        itemsize,
                        std::move(seq_splits),
-                       std::move(head_splits)};
+                       std::move(head_splits),
+                       std::move(seq_starts),
+                       std::move(head_starts),
+                       seq_total,
+                       head_total};
   for (const int64_t base : bases) {
     info.base_of_rank.push_back(reinterpret_cast<char*>(base));
   }
@@ -183,7 +189,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def(
       "_ce_add_window(int group, str name, str channel, int tag, bool gather, int batch, int "
       "head_dim, int itemsize, "
-      "int[] seq_splits, int[] head_splits, int[] bases) -> ()");
+      "int[] seq_splits, int[] head_splits, int[] seq_starts, int[] head_starts, int seq_total, "
+      "int "
+      "head_total, int[] bases) -> ()");
   m.def("_ce_remove_window(int group, int base) -> ()");
   m.def("_ce_pending(int group) -> str");
   m.def("_ce_own_capture(int group) -> int");

@@ -1,17 +1,55 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace ulysses_ops {
 namespace {
+
+// The longest pitch that a 2-D copy takes, in bytes (device attribute "max pitch").
+constexpr int64_t kMaxPitch = 0x7fffffff;
 
 int64_t sum(const std::vector<int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
 
-int64_t offset_of(const std::vector<int64_t>& splits, int64_t rank) {
-  return std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0});
+int64_t start_of(const std::vector<int64_t>& splits, const std::vector<int64_t>& starts,
+                 int64_t rank) {
+  return starts.empty() ? std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0})
+                        : starts[rank];
+}
+
+void check_starts(const std::string& what, const std::vector<int64_t>& splits,
+                  const std::vector<int64_t>& starts, int64_t total, bool may_overlap) {
+  if (starts.empty()) {
+    return;
+  }
+  if (starts.size() != splits.size()) {
+    throw std::invalid_argument("plan: " + what + "_starts has " + std::to_string(starts.size()) +
+                                " entries; give one per rank");
+  }
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (size_t rank = 0; rank < starts.size(); ++rank) {
+    if (starts[rank] < 0 || starts[rank] + splits[rank] > total) {
+      throw std::invalid_argument("plan: " + what + " range of rank " + std::to_string(rank) +
+                                  " starts at " + std::to_string(starts[rank]) + " and has " +
+                                  std::to_string(splits[rank]) + "; it must lie in the " +
+                                  std::to_string(total) + " that there are");
+    }
+    if (splits[rank] > 0) {
+      ranges.emplace_back(starts[rank], splits[rank]);
+    }
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size() && !may_overlap; ++i) {
+    if (ranges[i - 1].first + ranges[i - 1].second > ranges[i].first) {
+      throw std::invalid_argument("plan: " + what +
+                                  " ranges of two ranks overlap where they are put together; "
+                                  "give starts that are apart");
+    }
+  }
 }
 
 // Strides with every size-1 dimension given the stride that a dense tensor would have.
@@ -29,34 +67,45 @@ std::array<int64_t, 4> meaningful_strides(const std::array<int64_t, 4>& shape,
   return result;
 }
 
-// Fewer, longer rows where both sides are dense: the copy engine is fastest on flat copies.
-PitchedCopy coalesced(PitchedCopy copy) {
-  if (copy.num_rows == 1) {
-    copy.src_pitch = copy.dst_pitch = copy.row_bytes;
-  }
-  if (copy.src_pitch == copy.row_bytes && copy.dst_pitch == copy.row_bytes) {
-    copy.row_bytes *= copy.num_rows;
-    copy.num_rows = copy.num_slices;
-    copy.src_pitch = copy.num_slices == 1 ? copy.row_bytes : copy.src_slice_pitch;
-    copy.dst_pitch = copy.num_slices == 1 ? copy.row_bytes : copy.dst_slice_pitch;
-    copy.num_slices = 1;
-    copy.src_slice_pitch = copy.dst_slice_pitch = 0;
-    if (copy.src_pitch == copy.row_bytes && copy.dst_pitch == copy.row_bytes) {
-      copy.row_bytes *= copy.num_rows;
-      copy.num_rows = 1;
-      copy.src_pitch = copy.dst_pitch = copy.row_bytes;
-    }
-  }
+PitchedCopy without_slices(PitchedCopy copy) {
   if (copy.num_slices == 1) {
     copy.src_slice_pitch = copy.dst_slice_pitch = 0;
   }
   return copy;
 }
 
+// Fewer, longer rows where both sides are dense: the copy engine is fastest on flat copies.
+PitchedCopy coalesced(PitchedCopy copy) {
+  if (copy.num_rows == 1) {
+    copy.src_pitch = copy.dst_pitch = copy.row_bytes;
+  }
+  if (copy.src_pitch != copy.row_bytes || copy.dst_pitch != copy.row_bytes) {
+    return without_slices(copy);
+  }
+  copy.row_bytes *= copy.num_rows;
+  copy.num_rows = 1;
+  copy.src_pitch = copy.dst_pitch = copy.row_bytes;
+  if (copy.num_slices == 1) {
+    return without_slices(copy);
+  }
+  if (copy.src_slice_pitch == copy.row_bytes && copy.dst_slice_pitch == copy.row_bytes) {
+    copy.row_bytes *= copy.num_slices;
+    copy.num_slices = 1;
+    copy.src_pitch = copy.dst_pitch = copy.row_bytes;
+  } else if (std::max(copy.src_slice_pitch, copy.dst_slice_pitch) <= kMaxPitch) {
+    copy.num_rows = std::exchange(copy.num_slices, 1);
+    copy.src_pitch = copy.src_slice_pitch;
+    copy.dst_pitch = copy.dst_slice_pitch;
+  }
+  return without_slices(copy);
+}
+
 }  // namespace
 
-int64_t Layout::seq_global() const { return sum(seq_splits); }
-int64_t Layout::num_heads() const { return sum(head_splits); }
+int64_t Layout::seq_global() const { return seq_starts.empty() ? sum(seq_splits) : seq_total; }
+int64_t Layout::num_heads() const { return head_starts.empty() ? sum(head_splits) : head_total; }
+int64_t Layout::seq_start(int64_t rank) const { return start_of(seq_splits, seq_starts, rank); }
+int64_t Layout::head_start(int64_t rank) const { return start_of(head_splits, head_starts, rank); }
 
 std::array<int64_t, 4> Layout::source_shape(int64_t rank, int64_t peer) const {
   if (direction == Direction::kScatter) {
@@ -98,18 +147,32 @@ void check_layout(const Layout& layout) {
                                 ", head_dim=" + std::to_string(layout.head_dim) + ", itemsize=" +
                                 std::to_string(layout.itemsize) + " must not be negative");
   }
+  const bool scatter = layout.direction == Direction::kScatter;
+  check_starts("seq", layout.seq_splits, layout.seq_starts, layout.seq_total, !scatter);
+  check_starts("head", layout.head_splits, layout.head_starts, layout.head_total, scatter);
 }
 
 bool is_pitched(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides) {
   const auto stride = meaningful_strides(shape, strides);
-  const int64_t row = shape[2] * shape[3];
-  if (shape[0] * shape[1] * row == 0) {
+  if (shape[0] * shape[1] * shape[2] * shape[3] == 0) {
     return true;
   }
-  const bool dense_row = stride[3] == 1 && stride[2] == shape[3];
-  const bool rows_apart = stride[1] >= row;
-  const bool slices_apart = stride[0] >= stride[1] * (shape[1] - 1) + row;
-  return dense_row && rows_apart && slices_apart;
+  if (stride[3] != 1) {
+    return false;
+  }
+  // From the innermost dimension out, each must step over all of the one before.
+  std::array<int, 3> order{2, 1, 0};
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return stride[a] < stride[b]; });
+  int64_t extent = shape[3];
+  for (const int dim : order) {
+    if (shape[dim] > 1) {
+      if (stride[dim] < extent) {
+        return false;
+      }
+      extent += (shape[dim] - 1) * stride[dim];
+    }
+  }
+  return true;
 }
 
 std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,
@@ -119,6 +182,7 @@ std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,
   const auto stride = meaningful_strides(shape, strides);
   const bool scatter = layout.direction == Direction::kScatter;
   const int64_t unit = layout.head_dim * layout.itemsize;  // bytes of one head of one row
+  const int64_t head_pitch = stride[2] * layout.itemsize;
 
   std::vector<PitchedCopy> copies;
   copies.reserve(world_size);
@@ -131,6 +195,9 @@ std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,
     // heads.
     const int64_t rows = scatter ? layout.seq_splits[rank] : layout.seq_splits[dst];
     const int64_t heads = scatter ? layout.head_splits[dst] : layout.head_splits[rank];
+    if (layout.batch * rows * heads * unit == 0) {
+      continue;
+    }
     const auto window = layout.window_shape(dst);
     PitchedCopy copy;
     copy.peer = dst;
@@ -141,14 +208,21 @@ std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,
     copy.src_slice_pitch = stride[0] * layout.itemsize;
     copy.dst_pitch = window[2] * unit;
     copy.dst_slice_pitch = window[1] * copy.dst_pitch;
-    copy.dst_offset = scatter ? offset_of(layout.seq_splits, rank) * copy.dst_pitch
-                              : offset_of(layout.head_splits, rank) * unit;
+    copy.dst_offset =
+        scatter ? layout.seq_start(rank) * copy.dst_pitch : layout.head_start(rank) * unit;
     if (peer == kEveryRank) {
-      copy.src_offset = scatter ? offset_of(layout.head_splits, dst) * unit
-                                : offset_of(layout.seq_splits, dst) * copy.src_pitch;
+      copy.src_offset =
+          scatter ? layout.head_start(dst) * head_pitch : layout.seq_start(dst) * copy.src_pitch;
     }
-    if (copy.row_bytes * copy.num_rows * copy.num_slices > 0) {
+    if (heads == 1 || head_pitch == unit) {
       copies.push_back(coalesced(copy));
+      continue;
+    }
+    copy.row_bytes = unit;
+    for (int64_t head = 0; head < heads; ++head) {
+      copies.push_back(coalesced(copy));
+      copy.src_offset += head_pitch;
+      copy.dst_offset += unit;
     }
   }
   return copies;

@@ -4,7 +4,11 @@
 //   scatter:  y_r[b, off_s(p) + s, h, d] = x_p[b, s, off_h(r) + h, d]
 //   gather:   y_r[b, s, off_h(p) + h, d] = x_p[b, off_s(r) + s, h, d]
 //
-// r is the rank that receives, p a rank that sends, off_s and off_h the prefix sums of the splits.
+// r is the rank that receives, p a rank that sends, off_s and off_h where a rank's rows and heads
+// start: the prefix sums of the splits, unless starts are given. A source is cut in the dimension
+// that r indexes, where ranges may overlap (a head that several ranks need) and leave gaps; the
+// window is put together in the dimension that p indexes, where ranges may leave gaps (rows that
+// nobody sends) but not overlap.
 #pragma once
 
 #include <array>
@@ -27,10 +31,18 @@ struct Layout {
   int64_t itemsize = 0;
   std::vector<int64_t> seq_splits;   // rows of the sequence held by each rank
   std::vector<int64_t> head_splits;  // heads held by each rank
+  // First row and first head of each rank, and how many there are in all. Without starts, ranges
+  // follow each other and the totals are their sums.
+  std::vector<int64_t> seq_starts = {};
+  std::vector<int64_t> head_starts = {};
+  int64_t seq_total = 0;
+  int64_t head_total = 0;
 
   int64_t world_size() const { return static_cast<int64_t>(seq_splits.size()); }
   int64_t seq_global() const;
   int64_t num_heads() const;
+  int64_t seq_start(int64_t rank) const;
+  int64_t head_start(int64_t rank) const;
   // [batch, rows, heads, head_dim] of the tensor that `rank` sends; a part for `peer` when it is
   // not kEveryRank.
   std::array<int64_t, 4> source_shape(int64_t rank, int64_t peer = kEveryRank) const;
@@ -53,16 +65,18 @@ struct PitchedCopy {
   int64_t dst_slice_pitch = 0;
 };
 
-// Throws std::invalid_argument, with a sentence, unless the splits describe one exchange.
+// Throws std::invalid_argument, with a sentence, unless splits and starts describe one exchange.
 void check_layout(const Layout& layout);
 
-// Whether a source with these strides (in elements) can be read by pitch: heads and head_dim dense,
-// rows and batches not overlapping. Strides of dimensions of size 1 mean nothing and are ignored.
+// Whether a source with these strides (in elements) can be read where it is: head_dim dense, and
+// rows, heads and batches not overlapping, in whatever order they are nested. Strides of dimensions
+// of size 1 mean nothing and are ignored.
 bool is_pitched(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides);
 
 // The copies that `rank` issues, peers first in rotated order (rank + 1, rank + 2, ...), its own
-// share last. With `peer` given, the source is a part and there is at most one copy. Empty copies
-// are left out.
+// share last. With `peer` given, the source is a part for that rank alone. A share is one copy
+// where heads and head_dim of the source are dense, else one for each head. Empty copies are left
+// out.
 std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,
                                      const std::array<int64_t, 4>& strides,
                                      int64_t peer = kEveryRank);

@@ -49,10 +49,23 @@ std::array<int64_t, 4> four(const torch::headeronly::IntHeaderOnlyArrayRef& valu
   return {values[0], values[1], values[2], values[3]};
 }
 
+// Where a window's memory starts. An empty tensor has no data pointer, yet its rank has a window to
+// be told by: a view of one byte, and so of one element, reaches the memory behind it.
+const void* address_of(const Tensor& window) {
+  if (window.numel() > 0) {
+    return window.data_ptr();
+  }
+  const std::array<int64_t, 1> one{1};
+  AtenTensorHandle view = nullptr;
+  UOPS_TORCH_CHECK(
+      aoti_torch__reinterpret_tensor(window.get(), 1, one.data(), one.data(), 0, &view));
+  return Tensor(view).data_ptr();
+}
+
 void send(const LockedGroup& group, Direction direction, const Tensor& x, const Tensor& window,
           int64_t world_size, int64_t peer) {
   const char* op = direction == Direction::kGather ? "gather_into" : "scatter_into";
-  WindowInfo& info = group->window(window.data_ptr(), op);
+  WindowInfo& info = group->window(address_of(window), op);
   STD_TORCH_CHECK(info.layout.direction == direction, op, ": window '", info.name,
                   "' is for the other direction; use that operator");
   STD_TORCH_CHECK(info.layout.world_size() == world_size, op, ": world_size=", world_size,
@@ -117,7 +130,11 @@ void complete(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs
   const auto world_size = to<int64_t>(stack[3]);
   const std::string name = take_string(stack[4]);
   if (const LockedGroup group(name); group) {
-    group->complete(addresses(windows), addresses(sources), current_stream(group->device()));
+    std::vector<const void*> bases;
+    for (const Tensor& window : windows) {
+      bases.push_back(address_of(window));
+    }
+    group->complete(bases, addresses(sources), current_stream(group->device()));
     return;
   }
   call_collective("ulysses::_collective_complete",

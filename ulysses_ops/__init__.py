@@ -10,7 +10,9 @@ from ulysses_ops.attention import (
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
 from ulysses_ops.exchange import Exchange
+from ulysses_ops.joint import JointSequence, joint_attention
 from ulysses_ops.ops import gather, scatter
+from ulysses_ops.plan import even_splits
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import Window, reserve
 
@@ -21,12 +23,15 @@ __all__ = [
     "AgreementError",
     "AttentionWindows",
     "Exchange",
+    "JointSequence",
     "TopologyError",
     "UlyssesCommunicator",
     "UlyssesError",
     "Window",
     "WindowSpec",
+    "even_splits",
     "gather",
+    "joint_attention",
     "reserve",
     "reserve_attention",
     "scatter",

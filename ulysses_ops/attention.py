@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange, check_source
+from .functional import FUNCTIONAL_NAMES
+from .heads import HeadShare, share_heads
 from .ops import gather, scatter
-from .plan import layout_of_source
+from .plan import as_tuple, checked_splits, layout_of_source
 from .window_spec import WindowSpec
-from .windows import Window, reserve
+from .windows import Window, refuse, reserve
 
 # (q, k, v), each (B, S_global, heads, D), -> (B, S_global, heads, D)
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -34,36 +36,69 @@ class AttentionWindows:
     out: Window
 
 
+def qkv_specs(
+    comm: UlyssesCommunicator,
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> tuple[WindowSpec, WindowSpec, WindowSpec]:
+    """Specs of V, K and Q, in this order, for local shapes ``(B, S_local, H, D)``; one channel."""
+    share = share_heads(q_shape[2], kv_shape[2], comm.world_size, as_tuple(head_splits))
+
+    def spec(letter: str, shape: tuple[int, ...]) -> WindowSpec:
+        heads = (share.q_splits, None) if letter == "q" else (share.kv_splits, share.kv_starts)
+        layout = layout_of_source(
+            "ulysses_attention", "scatter", shape, comm.rank, comm.world_size, seq_splits, *heads
+        )
+        return WindowSpec.of_layout(f"attention.{letter}", layout, dtype, "attention.qkv")
+
+    return spec("v", kv_shape), spec("k", kv_shape), spec("q", q_shape)
+
+
+def out_spec(queries: WindowSpec) -> WindowSpec:
+    """Spec of the attention's output: the way back of the queries."""
+    return replace(queries, name="attention.out", direction="gather", channel=None)
+
+
 def reserve_attention(
     comm: UlyssesCommunicator,
     q_shape: tuple[int, ...],
     kv_shape: tuple[int, ...],
     dtype: torch.dtype,
+    *,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
 ) -> AttentionWindows:
     """Reserve the windows of :func:`ulysses_attention` for local shapes ``(B, S_local, H, D)``.
 
-    Collective; see :func:`ulysses_ops.reserve` for what it raises.
+    Splits are those of :func:`ulysses_attention`. Collective; see :func:`ulysses_ops.reserve` for
+    what it raises.
     """
-
-    def spec(letter: str, shape: tuple[int, ...]) -> WindowSpec:
-        layout = layout_of_source("ulysses_attention", "scatter", shape, comm.rank, comm.world_size)
-        return WindowSpec.of_layout(f"attention.{letter}", layout, dtype, "attention.qkv")
-
-    queries = spec("q", q_shape)
-    out = WindowSpec("attention.out", "gather", queries.shape, dtype)
-    windows = reserve(comm, [spec("v", kv_shape), spec("k", kv_shape), queries, out])
-    return AttentionWindows(*windows)
+    options = {"seq_splits": seq_splits, "head_splits": head_splits}
+    specs = qkv_specs(comm, q_shape, kv_shape, dtype, **options)
+    return AttentionWindows(*reserve(comm, [*specs, out_spec(specs[2])]))
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``softmax(q k^T / sqrt(D)) v`` by ``scaled_dot_product_attention``, heads in dimension 2.
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """``softmax(q k^T / sqrt(D) + mask) v`` by ``scaled_dot_product_attention``.
 
-    Fewer KV heads than query heads are shared between them (GQA).
+    Heads are in dimension 2. Fewer KV heads than query heads are shared between them (GQA).
+
+    Args:
+        q: ``(B, S, H, D)``.
+        k: ``(B, S, H_kv, D)``.
+        v: As ``k``.
+        mask: Over the whole sequence, broadcast to ``(B, H, S, S)``: boolean (true: may attend) or
+            added to the scores. ``functools.partial(sdpa, mask=mask)`` is a kernel with this mask.
     """
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
+        attn_mask=mask,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
@@ -78,43 +113,77 @@ def ulysses_attention(
     attention: AttentionKernel = sdpa,
     windows: AttentionWindows | None = None,
     copy_out: bool = True,
+    seq_splits: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+    kv: Literal["sharded", "replicated"] = "sharded",
 ) -> Tensor:
     """Attention of sequence shards over the whole sequence.
 
     ``out = gather(attention(scatter(q), scatter(k), scatter(v)))``: each rank attends with its
-    share
-    of the heads. V leaves first, then K and Q, and one completion ends all three. Inputs may be
-    views of a fused projection.
+    share of the heads. V leaves first, then K and Q, and one completion ends all three. Inputs may
+    be views of a fused projection.
 
     Args:
         q: ``(B, S_local, H, D)``.
-        k: ``(B, S_local, H_kv, D)``; ``H_kv`` may be smaller than H (GQA).
+        k: ``(B, S_local, H_kv, D)``; H is a multiple of ``H_kv`` (GQA, MQA). A KV head goes to the
+            ranks whose query heads read it, so ``H_kv`` may be smaller than ``comm.world_size``.
         v: As ``k``.
-        comm: An open communicator; H and H_kv must be divisible by ``comm.world_size``.
+        comm: An open communicator.
         attention: The kernel, on ``(B, S_global, heads, D)``.
         windows: From :func:`reserve_attention`; looked up by shape when left out.
         copy_out: Return a tensor of the caller's own. Without it the result is the window itself:
             no copy, but valid only until the next attention of this shape.
+        seq_splits: Rows held by each rank, some may be 0; ``(S_local,) * world_size`` when left
+            out. See :func:`ulysses_ops.even_splits`.
+        head_splits: Query heads for each rank; as even as it goes when left out, see
+            :func:`ulysses_ops.heads.share_heads`.
+        kv: ``"replicated"`` where every rank holds all keys and values, ``(B, S_kv, H_kv, D)``, as
+            in cross-attention to a text: nothing is exchanged, since each rank can attend with all
+            heads of its own rows.
 
     Returns:
         ``(B, S_local, H, D)``, ready on the current stream.
 
     Raises:
-        ValueError: shapes, dtypes or devices are wrong; raised before any rank waits.
+        ValueError: shapes, splits, dtypes or devices are wrong; raised before any rank waits. Where
+            the rows of one rank alone are not those that ``seq_splits`` declare, all ranks raise it
+            at the first call with these splits, and that rank alone later.
         UlyssesError: closed, or a capture needs windows that are not reserved.
 
-    Collective: every rank calls it with matching shapes, in the same order. Differentiable where
-    an input requires grad; windows are then left alone.
+    Collective: every rank calls it with matching shapes, in the same order; local with
+    ``kv="replicated"``. Differentiable where an input requires grad; windows are then left alone.
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    _check(q, k, v, comm.world_size)
+    _check(q, k, v, kv)
+    if kv == "replicated":
+        return attention(q, k, v)
+    if windows is not None:
+        head_splits = _checked_windows(windows, seq_splits, head_splits)
+    share = share_heads(q.shape[2], k.shape[2], comm.world_size, as_tuple(head_splits))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if needs_grad or (windows is None and torch.compiler.is_compiling()):
-        # Windows have no gradient, and looking one up is host work that a compiler cannot trace.
-        return gather(attention(scatter(q, comm), scatter(k, comm), scatter(v, comm)), comm)
+    # Windows have no gradient, and looking one up is host work that a compiler cannot trace.
+    functional = needs_grad or (windows is None and torch.compiler.is_compiling())
+    if not _holds_its_rows(q, k, comm, seq_splits):
+        if windows is not None:
+            raise ValueError(_wrong_rows(q, k, comm, seq_splits))
+        _refuse_rows(q, k, comm, seq_splits, head_splits, functional)
+    if functional:
+        q_heads, kv_heads, kv_starts = (
+            (None, None, None)
+            if share.is_even
+            else (share.q_splits, share.kv_splits, share.kv_starts)
+        )
+        queries = scatter(q, comm, seq_splits=seq_splits, head_splits=q_heads)
+        keys, values = (
+            scatter(x, comm, seq_splits=seq_splits, head_splits=kv_heads, head_starts=kv_starts)
+            for x in (k, v)
+        )
+        attended = attend(attention, share, comm.rank, queries, keys, values)
+        return gather(attended, comm, seq_splits=seq_splits, head_splits=q_heads)
     if windows is None:
-        windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), q.dtype)
+        options = {"seq_splits": seq_splits, "head_splits": head_splits}
+        windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), q.dtype, **options)
     # All of them before the first leaves: a refusal between two sends would leave one in flight.
     for x, window in ((v, windows.v), (k, windows.k), (q, windows.q)):
         check_source(comm, window, x, None, "scatter_into")
@@ -122,34 +191,99 @@ def ulysses_attention(
         exchange.send(v, windows.v)
         exchange.send(k, windows.k)
         exchange.send(q, windows.q)
-    attended = attention(windows.q.tensor, windows.k.tensor, windows.v.tensor)
+    arrived = (windows.q.tensor, windows.k.tensor, windows.v.tensor)
+    attended = attend(attention, share, comm.rank, *arrived)
     with Exchange(comm) as exchange:
         exchange.send(attended, windows.out)
     return windows.out.tensor.clone() if copy_out else windows.out.tensor
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, world_size: int) -> None:
-    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+def attend(
+    attention: AttentionKernel, share: HeadShare, rank: int, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """The kernel on this rank's heads; a rank without any, or without rows, calls none."""
+    if 0 in q.shape:
+        return q
+    return attention(q, share.expand(k, rank), share.expand(v, rank))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, kv: str) -> None:
+    """What needs no other rank."""
+    if kv not in ("sharded", "replicated"):
+        message = f"ulysses_attention: kv={kv!r} must be 'sharded' or 'replicated'"
+        raise ValueError(message)
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or k.shape != v.shape
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
         message = (
             f"ulysses_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must be "
             f"(B, S_local, H, D) and twice (B, S_local, H_kv, D)"
         )
         raise ValueError(message)
-    if q.shape[2] % max(k.shape[2], 1) != 0:
-        message = f"ulysses_attention: H={q.shape[2]} must be a multiple of H_kv={k.shape[2]}"
-        raise ValueError(message)
-    for count, heads in (("H", q.shape[2]), ("H_kv", k.shape[2])):
-        if heads % world_size != 0:
-            both = math.gcd(q.shape[2], k.shape[2])
-            valid = [size for size in range(1, both + 1) if both % size == 0]
-            message = (
-                f"ulysses_attention: {count}={heads} must be divisible by world_size={world_size}; "
-                f"replicate or pad heads, or use one of {valid} ranks"
-            )
-            raise ValueError(message)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         message = (
             f"ulysses_attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} and devices {q.device}, "
             f"{k.device}, {v.device} must agree; convert them first"
         )
         raise ValueError(message)
+
+
+def _checked_windows(
+    windows: AttentionWindows, seq_splits: Sequence[int] | None, head_splits: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Head splits of the windows, which splits given beside them must not contradict."""
+    layout = windows.q.layout
+    for what, given, reserved in (
+        ("seq", as_tuple(seq_splits), layout.seq_splits),
+        ("head", as_tuple(head_splits), layout.head_splits),
+    ):
+        if given is not None and given != reserved:
+            message = (
+                f"ulysses_attention: {what}_splits={list(given)}, but the windows are reserved for "
+                f"{list(reserved)}; reserve others, or leave the splits out"
+            )
+            raise ValueError(message)
+    return layout.head_splits
+
+
+def _holds_its_rows(
+    q: Tensor, k: Tensor, comm: UlyssesCommunicator, seq_splits: Sequence[int] | None
+) -> bool:
+    if seq_splits is None:
+        return q.shape[1] == k.shape[1]
+    splits = checked_splits("ulysses_attention", "seq", seq_splits, None, comm.world_size)
+    return q.shape[1] == k.shape[1] == splits[comm.rank]
+
+
+def _wrong_rows(
+    q: Tensor, k: Tensor, comm: UlyssesCommunicator, seq_splits: Sequence[int] | None
+) -> str:
+    declared = "" if seq_splits is None else f", those of seq_splits={list(seq_splits)}"
+    return (
+        f"ulysses_attention: rank {comm.rank} holds q {list(q.shape)} and k {list(k.shape)}, which "
+        f"must have the same rows{declared}; give every rank the rows of its own shard, or pass "
+        f"kv='replicated' if every rank holds all keys and values"
+    )
+
+
+def _refuse_rows(
+    q: Tensor,
+    k: Tensor,
+    comm: UlyssesCommunicator,
+    seq_splits: Sequence[int] | None,
+    head_splits: Sequence[int] | None,
+    functional: bool,
+) -> NoReturn:
+    """Raise for rows that are not as declared; with the other ranks if they are about to meet."""
+    rows = q.shape[1] if seq_splits is None else seq_splits[comm.rank]
+    q_shape, k_shape = ((x.shape[0], rows, *x.shape[2:]) for x in (q, k))
+    options = {"seq_splits": seq_splits, "head_splits": head_splits}
+    v_spec, k_spec, q_spec = qkv_specs(comm, q_shape, k_shape, q.dtype, **options)
+    met = [v_spec, k_spec, q_spec, out_spec(q_spec)]
+    if functional:
+        met = [replace(q_spec, name=FUNCTIONAL_NAMES["scatter"], channel=None)]
+    refuse(comm, met, _wrong_rows(q, k, comm, seq_splits))

@@ -57,7 +57,7 @@ class CollectiveRounds:
         """Forget what was sent into these windows: nothing of it has left yet."""
         for window in windows:
             window.is_in_flight = False
-            self._sent.pop(window.tensor.data_ptr(), None)
+            self._sent.pop(window.address, None)
 
     def send(self, op: str, x: Tensor, window: Window, peer: int | None) -> None:
         """Note a tensor, or the part for one rank, to be sent.
@@ -65,7 +65,7 @@ class CollectiveRounds:
         Raises:
             UlyssesError: the window already holds something for that rank.
         """
-        sent = self._sent.setdefault(window.tensor.data_ptr(), _Sent(window))
+        sent = self._sent.setdefault(window.address, _Sent(window))
         if sent.whole is not None or (sent.parts and peer is None) or peer in sent.parts:
             message = (
                 f"{op}: window '{window.spec.name}' of channel "
@@ -106,7 +106,7 @@ class CollectiveRounds:
     ) -> list[_Sent]:
         rounds = []
         for window in windows:
-            sent = self._sent.get(window.tensor.data_ptr())
+            sent = self._sent.get(window.address)
             if sent is None:
                 message = (
                     f"complete: window '{window.spec.name}' has nothing in flight; "
@@ -154,19 +154,26 @@ def exchange(comm: UlyssesCommunicator, layout: Layout, x: Tensor, name: str) ->
 
 
 def _cut(x: Tensor, layout: Layout) -> list[Tensor]:
-    """One view a receiver."""
+    """One view a receiver; they may overlap."""
+    ranks = range(layout.world_size)
     if layout.direction == "scatter":
-        return list(x.split(list(layout.head_splits), dim=2))
-    return list(x.split(list(layout.seq_splits), dim=1))
+        return [x.narrow(2, layout.head_offset(r), layout.head_splits[r]) for r in ranks]
+    return [x.narrow(1, layout.seq_offset(r), layout.seq_splits[r]) for r in ranks]
+
+
+def _places(out: Tensor, layout: Layout) -> list[Tensor]:
+    """One view a sender: where its part belongs."""
+    ranks = range(layout.world_size)
+    if layout.direction == "scatter":
+        return [out.narrow(1, layout.seq_offset(p), layout.seq_splits[p]) for p in ranks]
+    return [out.narrow(2, layout.head_offset(p), layout.head_splits[p]) for p in ranks]
 
 
 def _exchange(
     comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], out: Tensor, name: str
 ) -> None:
     """Trade ``chunks`` (one a receiver) and write what arrives into ``out``."""
-    scatter = layout.direction == "scatter"
-    dim, splits = (1, layout.seq_splits) if scatter else (2, layout.head_splits)
-    views = list(out.split(list(splits), dim=dim))
+    views = _places(out, layout)
     if comm.group is None or comm.world_size == 1:
         if chunks[0].data_ptr() != views[0].data_ptr():
             views[0].copy_(chunks[0])

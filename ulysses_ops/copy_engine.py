@@ -132,6 +132,7 @@ class CopyEngineGroup:
             itemsize,
             list(layout.seq_splits),
             list(layout.head_splits),
+            *layout.ranges(),
             list(memory.pointers),
         )
 

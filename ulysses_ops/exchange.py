@@ -20,7 +20,7 @@ def window_of(comm: UlyssesCommunicator, tensor: Tensor, op: str) -> Window:
     Raises:
         ValueError: none is.
     """
-    window = WindowCache.of(comm).at(tensor.data_ptr())
+    window = WindowCache.of(comm).at(tensor)
     if window is None or tensor.shape != window.tensor.shape or tensor.dtype != window.tensor.dtype:
         message = (
             f"{op}: the tensor of shape {list(tensor.shape)}, {tensor.dtype}, given as window is "

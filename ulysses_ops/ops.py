@@ -9,29 +9,27 @@ handing ``complete`` a copy of a source while the original, still being sent, is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ._native import NATIVE
-from .collective import CollectiveRounds, exchange
+from .collective import CollectiveRounds
 from .communicator import UlyssesCommunicator, find_communicator
-from .exchange import Exchange, check_source, window_of
-from .plan import Direction, layout_of_source
-from .window_spec import WindowSpec
-from .windows import agree, reserve
+from .exchange import check_source, window_of
+from .functional import exchange_once, fake, gather_backward, save_for_backward, scatter_backward
 
-_SPLITS = "int[]? seq_splits=None, int[]? head_splits=None"
+# Lengths change from call to call, and a compiler must not compile anew for each; heads stay.
+_SPLITS = "SymInt[]? seq_splits=None, int[]? head_splits=None"
 _GROUP = "int world_size, str group_name"
 _ORDER = "Tensor(b!) token"
 
 SCHEMAS = {
     # (B, S_local, H, D) -> (B, S_global, H_local, D), fresh and owned by the caller
-    "scatter": f"(Tensor x, {_GROUP}, {_SPLITS}) -> Tensor",
+    "scatter": f"(Tensor x, {_GROUP}, {_SPLITS}, int[]? head_starts=None) -> Tensor",
     # (B, S_global, H_local, D) -> (B, S_local, H, D), fresh and owned by the caller
-    "gather": f"(Tensor x, {_GROUP}, {_SPLITS}) -> Tensor",
+    "gather": f"(Tensor x, {_GROUP}, {_SPLITS}, SymInt[]? seq_starts=None) -> Tensor",
     # zero-copy and deferred; with `peer`, x is the part cut for that rank
     "scatter_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
     "gather_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
@@ -121,54 +119,15 @@ def _collective_complete(
     return _refusal(lambda: _complete(windows, sources, windows[0], world_size, group_name))
 
 
-@lru_cache(maxsize=1024)
-def _functional_spec(
-    op: Direction,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    rank: int,
-    world_size: int,
-    seq_splits: tuple[int, ...] | None,
-    head_splits: tuple[int, ...] | None,
-) -> WindowSpec:
-    layout = layout_of_source(op, op, shape, rank, world_size, seq_splits, head_splits)
-    return WindowSpec.of_layout(f"ulysses::{op}", layout, dtype)
-
-
-def _functional(
-    op: Direction,
-    x: Tensor,
-    world_size: int,
-    group_name: str,
-    seq_splits: Sequence[int] | None,
-    head_splits: Sequence[int] | None,
-) -> Tensor:
-    comm = find_communicator(group_name, world_size, op)
-    splits = (
-        None if seq_splits is None else tuple(seq_splits),
-        None if head_splits is None else tuple(head_splits),
-    )
-    spec = _functional_spec(op, x.shape, x.dtype, comm.rank, world_size, *splits)
-    if x.device != comm.device:
-        message = f"{op}: x is on {x.device}, the communicator on {comm.device}; move it there"
-        raise ValueError(message)
-    if comm.copy_engine is None:
-        agree(comm, spec)
-        return exchange(comm, spec.layout(world_size), x, spec.key(world_size))
-    (window,) = reserve(comm, [spec])
-    with Exchange(comm) as in_flight:
-        in_flight.send(x, window)
-    return window.tensor.clone()  # a persistent buffer must not pass as fresh: compilers reuse it
-
-
 def _scatter(
     x: Tensor,
     world_size: int,
     group_name: str,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    head_starts: Sequence[int] | None = None,
 ) -> Tensor:
-    return _functional("scatter", x, world_size, group_name, seq_splits, head_splits)
+    return exchange_once("scatter", x, world_size, group_name, seq_splits, head_splits, head_starts)
 
 
 def _gather(
@@ -177,26 +136,12 @@ def _gather(
     group_name: str,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    seq_starts: Sequence[int] | None = None,
 ) -> Tensor:
-    return _functional("gather", x, world_size, group_name, seq_splits, head_splits)
+    return exchange_once("gather", x, world_size, group_name, seq_splits, head_splits, seq_starts)
 
 
 # ---- fakes ---------------------------------------------------------------------------------------
-
-
-def _fake_functional(
-    op: Direction,
-    x: Tensor,
-    world_size: int,
-    group_name: str,
-    seq_splits: Sequence[int] | None,
-    head_splits: Sequence[int] | None,
-) -> Tensor:
-    # Even splits give every rank the same shape; uneven ones need to know the rank.
-    even = seq_splits is None and head_splits is None
-    rank = 0 if even else find_communicator(group_name, world_size, op).rank
-    layout = layout_of_source(op, op, x.shape, rank, world_size, seq_splits, head_splits)
-    return x.new_empty(layout.window_shape(rank))
 
 
 def _fake_scatter(
@@ -205,8 +150,10 @@ def _fake_scatter(
     group_name: str,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    head_starts: Sequence[int] | None = None,
 ) -> Tensor:
-    return _fake_functional("scatter", x, world_size, group_name, seq_splits, head_splits)
+    splits = (seq_splits, head_splits, head_starts)
+    return fake("scatter", x, world_size, group_name, *splits)
 
 
 def _fake_gather(
@@ -215,27 +162,14 @@ def _fake_gather(
     group_name: str,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    seq_starts: Sequence[int] | None = None,
 ) -> Tensor:
-    return _fake_functional("gather", x, world_size, group_name, seq_splits, head_splits)
+    splits = (seq_splits, head_splits, seq_starts)
+    return fake("gather", x, world_size, group_name, *splits)
 
 
 def _fake_into(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-# ---- autograd ------------------------------------------------------------------------------------
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.exchange = inputs
-
-
-def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (torch.ops.ulysses.gather(grad, *ctx.exchange), None, None, None, None)
-
-
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (torch.ops.ulysses.scatter(grad, *ctx.exchange), None, None, None, None)
 
 
 # The compiled library implements these on CUDA, and calls back for groups that are not its own.
@@ -272,13 +206,13 @@ def _register() -> torch.library.Library:
     for name, (schema, implementation) in _FOR_COMPILED.items():
         library.define(name + schema)
         library.impl(name, implementation, "CUDA")
-    for name, fake in (("scatter", _fake_scatter), ("gather", _fake_gather)):
-        torch.library.register_fake(f"ulysses::{name}", fake, lib=library)
+    for name, stand_in in (("scatter", _fake_scatter), ("gather", _fake_gather)):
+        torch.library.register_fake(f"ulysses::{name}", stand_in, lib=library)
     for name in ("scatter_into", "gather_into", "complete"):
         torch.library.register_fake(f"ulysses::{name}", _fake_into, lib=library)
-    for name, backward in (("scatter", _scatter_backward), ("gather", _gather_backward)):
+    for name, backward in (("scatter", scatter_backward), ("gather", gather_backward)):
         torch.library.register_autograd(
-            f"ulysses::{name}", backward, setup_context=_save_for_backward, lib=library
+            f"ulysses::{name}", backward, setup_context=save_for_backward, lib=library
         )
     return library
 
@@ -295,6 +229,7 @@ def scatter(
     *,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    head_starts: Sequence[int] | None = None,
 ) -> Tensor:
     """Trade this rank's sequence shard of all heads for the whole sequence of its own heads.
 
@@ -302,17 +237,24 @@ def scatter(
     differentiable (the backward is :func:`gather`).
 
     Args:
-        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype. Read in place where heads and
-            head_dim are dense (a view of a fused projection is), else after one copy.
+        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype. Read in place where head_dim is
+            dense and nothing overlaps (a view of a fused projection is, a transposed view too),
+            else after one copy.
         comm: An open communicator.
-        seq_splits: Rows held by each rank; even when left out.
+        seq_splits: Rows held by each rank, some may be 0; ``(S_local,) * world_size`` when left
+            out. See :func:`ulysses_ops.even_splits`.
         head_splits: Heads for each rank; even when left out, and then H must be divisible.
+        head_starts: First head ``off_h(r)`` for each rank, with ``head_splits``. Ranges may
+            overlap: a head goes to every rank that has it in its range, and its gradient is the
+            sum of theirs.
 
     Returns:
         ``(B, S_global, H_local, D)``, contiguous, owned by the caller, ready on the current stream.
 
     Raises:
-        ValueError: shape, device or splits are wrong; raised before any rank waits.
+        ValueError: shape, device or splits are wrong; raised before any rank waits. If it is only
+            this rank's ``x`` that is not as ``seq_splits`` say, all ranks raise it at the first
+            call with these splits, and this rank alone later.
         UlyssesError: closed, or a capture needs a window that is not reserved.
 
     Collective: every rank calls it with matching shapes, in the same order. The first call with a
@@ -323,7 +265,9 @@ def scatter(
     """
     return cast(
         Tensor,
-        torch.ops.ulysses.scatter(x, comm.world_size, comm.name, seq_splits, head_splits),
+        torch.ops.ulysses.scatter(
+            x, comm.world_size, comm.name, seq_splits, head_splits, head_starts
+        ),
     )
 
 
@@ -333,6 +277,7 @@ def gather(
     *,
     seq_splits: Sequence[int] | None = None,
     head_splits: Sequence[int] | None = None,
+    seq_starts: Sequence[int] | None = None,
 ) -> Tensor:
     """Trade the whole sequence of this rank's heads for its own sequence shard of all heads.
 
@@ -344,6 +289,8 @@ def gather(
         comm: An open communicator.
         seq_splits: Rows for each rank; even when left out, and then S_global must be divisible.
         head_splits: Heads held by each rank; even when left out.
+        seq_starts: First row ``off_s(r)`` for each rank, with ``seq_splits``. Ranges may overlap:
+            with ``(0,) * world_size`` and ``(S_global,) * world_size`` every rank gets all rows.
 
     Returns:
         ``(B, S_local, H, D)``, contiguous, owned by the caller, ready on the current stream.
@@ -358,5 +305,7 @@ def gather(
     """
     return cast(
         Tensor,
-        torch.ops.ulysses.gather(x, comm.world_size, comm.name, seq_splits, head_splits),
+        torch.ops.ulysses.gather(
+            x, comm.world_size, comm.name, seq_splits, head_splits, seq_starts
+        ),
     )

@@ -23,6 +23,10 @@ class WindowSpec:
             read between the first send into one and ``complete``. By default a channel of its own.
         seq_splits: Rows held by each rank; even when left out.
         head_splits: Heads held by each rank; even when left out.
+        seq_starts: First row of each rank, where ranges do not follow each other; with
+            ``seq_splits``. S_global then counts all rows: those in a gap of a scatter are nobody's
+            to send, and the receiver's to write.
+        head_starts: First head of each rank; likewise.
     """
 
     name: str
@@ -32,10 +36,12 @@ class WindowSpec:
     channel: str | None = None
     seq_splits: tuple[int, ...] | None = None
     head_splits: tuple[int, ...] | None = None
+    seq_starts: tuple[int, ...] | None = None
+    head_starts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Take lists too, and refuse what no rank could allocate."""
-        for name in ("shape", "seq_splits", "head_splits"):
+        for name in ("shape", "seq_splits", "head_splits", "seq_starts", "head_starts"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
@@ -56,6 +62,8 @@ class WindowSpec:
             channel,
             layout.seq_splits,
             layout.head_splits,
+            layout.seq_starts,
+            layout.head_starts,
         )
 
     def layout(self, world_size: int) -> Layout:
@@ -75,7 +83,14 @@ class WindowSpec:
 @lru_cache(maxsize=1024)
 def _layout(spec: WindowSpec, world_size: int) -> Layout:
     return layout_of_global(
-        "reserve", spec.direction, spec.shape, world_size, spec.seq_splits, spec.head_splits
+        "reserve",
+        spec.direction,
+        spec.shape,
+        world_size,
+        spec.seq_splits,
+        spec.head_splits,
+        spec.seq_starts,
+        spec.head_starts,
     )
 
 
@@ -84,6 +99,11 @@ def _key(spec: WindowSpec, world_size: int) -> str:
     layout = spec.layout(world_size)
     return (
         f"{spec.direction} window '{spec.name}' {list(layout.global_shape)} {spec.dtype} "
-        f"channel '{spec.channel or spec.name}' seq {list(layout.seq_splits)} "
-        f"heads {list(layout.head_splits)}"
+        f"channel '{spec.channel or spec.name}' "
+        f"seq {_ranges(layout.seq_splits, layout.seq_starts)} "
+        f"heads {_ranges(layout.head_splits, layout.head_starts)}"
     )
+
+
+def _ranges(splits: tuple[int, ...], starts: tuple[int, ...] | None) -> str:
+    return f"{list(splits)}" if starts is None else f"{list(splits)} from {list(starts)}"

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Window:
             send only the peers' parts; not from compiled code, which would write a copy.
         source_shape: Shape of the whole tensor that this rank sends into it.
         key: Equal for equal windows, on every rank.
+        address: Where its memory starts, for a rank that holds nothing too.
         memory: The mapping behind it; ``None`` where no peer writes it directly.
         is_captured: A graph was captured that uses it on a transport that cannot tell when that
             graph is gone, so it stays.
@@ -51,6 +53,7 @@ class Window:
     own_view: Tensor
     source_shape: tuple[int, int, int, int]
     key: str
+    address: int
     memory: SharedMemory | None = field(default=None, repr=False)
     is_captured: bool = field(default=False, repr=False)
     is_in_flight: bool = field(default=False, repr=False)
@@ -88,9 +91,9 @@ class WindowCache:
             self._by_key.move_to_end(spec_key)
         return window
 
-    def at(self, pointer: int) -> Window | None:
-        """The window whose memory begins at this address, now the most recently used."""
-        window = self._by_pointer.get(pointer)
+    def at(self, tensor: Tensor) -> Window | None:
+        """The window that this is the tensor of, by its address; now the most recently used."""
+        window = self._by_pointer.get(_address_of(tensor))
         if window is not None:
             self._by_key.move_to_end(window.key)
         return window
@@ -118,9 +121,7 @@ class WindowCache:
             busy = self._copy_engine.pending().split(", ")
             states = self._copy_engine.window_states()
             idle = [
-                (states[window.tensor.data_ptr()], window)
-                for window in free
-                if window.channel not in busy
+                (states[window.address], window) for window in free if window.channel not in busy
             ]
             unpinned = [(last_use, window) for (last_use, graphs), window in idle if graphs == 0]
             free = [window for _, window in sorted(unpinned, key=itemgetter(0))]
@@ -138,12 +139,12 @@ class WindowCache:
                 window.memory,
             )
         self._by_key[window.key] = window
-        self._by_pointer[window.tensor.data_ptr()] = window
+        self._by_pointer[window.address] = window
 
     def remove(self, key: str) -> None:
         """Give one window back; the device is done with it on every rank."""
         window = self._by_key.pop(key)
-        del self._by_pointer[window.tensor.data_ptr()]
+        del self._by_pointer[window.address]
         if window.memory is not None:
             if self._copy_engine is not None:
                 self._copy_engine.remove_window(window.memory)
@@ -182,8 +183,6 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
     keys = [spec.key(comm.world_size) for spec in specs]
     missing = [key for key in dict.fromkeys(keys) if cache.find(key) is None]
     if missing:
-        for spec in specs:
-            _refuse_empty(spec, comm.world_size)
         _refuse_capture_and_fakes(comm, missing)
         _make_room(comm, cache, keys, missing)
         with torch.inference_mode(False):  # a window outlives the mode that it is first used in
@@ -209,6 +208,26 @@ def agree(comm: UlyssesCommunicator, spec: WindowSpec) -> None:
         cache.note_agreed(key)
 
 
+def refuse(comm: UlyssesCommunicator, specs: Sequence[WindowSpec], message: str) -> NoReturn:
+    """Raise because of an argument of this rank; on every rank, if the others are about to meet.
+
+    They are when these exchanges, which all ranks declare, are new to the communicator. Else the
+    others are in the exchange already, and this rank raises alone.
+
+    Raises:
+        ValueError: ``message``, always.
+    """
+    cache = WindowCache.of(comm)
+    keys = [spec.key(comm.world_size) for spec in specs]
+    if any(not cache.is_agreed(key) and cache.find(key) is None for key in keys):
+        try:
+            _refuse_capture_and_fakes(comm, keys)
+            _meet(comm, {"wanted": keys, "refusal": [message]})
+        except UlyssesError as error:
+            raise ValueError(message) from error
+    raise ValueError(message)
+
+
 def _refuse_capture_and_fakes(comm: UlyssesCommunicator, keys: Sequence[str]) -> None:
     """Raise where memory that lasts cannot be allocated.
 
@@ -230,22 +249,17 @@ def _refuse_capture_and_fakes(comm: UlyssesCommunicator, keys: Sequence[str]) ->
         raise UlyssesError(message)
 
 
-def _refuse_empty(spec: WindowSpec, world_size: int) -> None:
-    """A window without memory has no address to be known by."""
-    layout = spec.layout(world_size)
-    empty = [rank for rank in range(world_size) if 0 in layout.window_shape(rank)]
-    if empty:
-        message = (
-            f"reserve: window '{spec.name}' of {list(spec.shape)} is empty on ranks {empty}; "
-            "give every "
-            f"rank at least one row and one head"
-        )
-        raise ValueError(message)
+def _address_of(tensor: Tensor) -> int:
+    """Where a window's memory starts; an empty tensor has no data pointer, its storage has."""
+    return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 
 def _meet(comm: UlyssesCommunicator, record: dict[str, list[str]]) -> list[dict[str, list[str]]]:
     """Exchange what is wanted; all ranks must want the same."""
     records = comm.agreement.exchange("reserve", record)
+    refusals = [text for entry in records for text in entry.get("refusal", ())]
+    if refusals:
+        raise ValueError("; ".join(refusals))
     differing = find_disagreement([" and ".join(entry["wanted"]) for entry in records])
     if differing is not None:
         message = f"reserve: ranks ask for different exchanges: {differing.describe()}"
@@ -303,15 +317,18 @@ def _allocate_window(
 ) -> None:
     layout = spec.layout(comm.world_size)
     shape = layout.window_shape(comm.rank)
+    size = shape[0] * shape[1] * shape[2] * shape[3]
     memory = None
     if comm.copy_engine is None:
+        # Never without memory: an empty window is told from others by its address too.
         plain, failures = comm.agreement.attempt(
-            "allocation", lambda: torch.empty(shape, dtype=spec.dtype, device=comm.device)
+            "allocation",
+            lambda: torch.empty(max(size, 1), dtype=spec.dtype, device=comm.device),
         )
         if failures or plain is None:
             message = f"reserve: allocation of {key} failed on {'; '.join(failures)}"
             raise UlyssesError(message)
-        tensor = plain
+        tensor = plain[:size].view(shape)
     else:
         assert comm.group is not None
         assert comm.mapping is not None
@@ -323,12 +340,12 @@ def _allocate_window(
             device=comm.device,
             agreement=comm.agreement,
         )
-        size = shape[0] * shape[1] * shape[2] * shape[3] * spec.dtype.itemsize
-        tensor = memory.tensor[:size].view(spec.dtype).view(shape)
+        tensor = memory.tensor[: size * spec.dtype.itemsize].view(spec.dtype).view(shape)
     if layout.direction == "scatter":
         own = tensor.narrow(1, layout.seq_offset(comm.rank), layout.seq_splits[comm.rank])
     else:
         own = tensor.narrow(2, layout.head_offset(comm.rank), layout.head_splits[comm.rank])
-    window = Window(spec, layout, tensor, own, layout.source_shape(comm.rank), key, memory)
+    source_shape = layout.source_shape(comm.rank)
+    window = Window(spec, layout, tensor, own, source_shape, key, _address_of(tensor), memory)
     tag = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
     cache.add(window, tag)

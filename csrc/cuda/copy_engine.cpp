@@ -26,12 +26,20 @@ void issue_copy(const PitchedCopy& copy, char* dst_base, const char* src_base,
                 cudaStream_t stream) {
   char* dst = dst_base + copy.dst_offset;
   const char* src = src_base + copy.src_offset;
-  if (copy.num_slices == 1 && copy.num_rows == 1) {
-    UOPS_CUDA_CHECK(cudaMemcpyAsync(dst, src, copy.row_bytes, cudaMemcpyDefault, stream));
+  if (copy.num_rows == 1) {
+    for (int64_t slice = 0; slice < copy.num_slices; ++slice) {
+      UOPS_CUDA_CHECK(cudaMemcpyAsync(dst + slice * copy.dst_slice_pitch,
+                                      src + slice * copy.src_slice_pitch, copy.row_bytes,
+                                      cudaMemcpyDefault, stream));
+    }
     return;
   }
-  const bool slices_on_rows =
-      copy.src_slice_pitch % copy.src_pitch == 0 && copy.dst_slice_pitch % copy.dst_pitch == 0;
+  // A 3-D copy knows slices as whole numbers of rows, each slice behind the one before.
+  const auto is_on_rows = [&](int64_t slice_pitch, int64_t pitch) {
+    return slice_pitch % pitch == 0 && slice_pitch >= copy.num_rows * pitch;
+  };
+  const bool slices_on_rows = is_on_rows(copy.src_slice_pitch, copy.src_pitch) &&
+                              is_on_rows(copy.dst_slice_pitch, copy.dst_pitch);
   if (copy.num_slices > 1 && slices_on_rows) {
     copy_3d(copy, dst, src, stream);
     return;

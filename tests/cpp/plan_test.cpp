@@ -3,6 +3,7 @@
 // or synchronisation.
 #include "../../csrc/plan.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,8 +27,10 @@ void expect(bool condition, const std::string& what) {
 using Buffer = std::vector<int32_t>;
 constexpr int64_t kItem = sizeof(int32_t);
 
-int64_t offset_of(const std::vector<int64_t>& splits, int64_t rank) {
-  return std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0});
+int64_t start_of(const std::vector<int64_t>& splits, const std::vector<int64_t>& starts,
+                 int64_t rank) {
+  return starts.empty() ? std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0})
+                        : starts[rank];
 }
 
 // The element of the global tensor [batch, seq, heads, head_dim].
@@ -42,8 +45,9 @@ void for_each(const Layout& layout, int64_t rank, bool by_sequence,
               const std::function<void(int64_t, int64_t, int64_t, int64_t, int32_t)>& visit) {
   const int64_t rows = by_sequence ? layout.seq_splits[rank] : layout.seq_global();
   const int64_t heads = by_sequence ? layout.num_heads() : layout.head_splits[rank];
-  const int64_t first_row = by_sequence ? offset_of(layout.seq_splits, rank) : 0;
-  const int64_t first_head = by_sequence ? 0 : offset_of(layout.head_splits, rank);
+  const int64_t first_row = by_sequence ? start_of(layout.seq_splits, layout.seq_starts, rank) : 0;
+  const int64_t first_head =
+      by_sequence ? 0 : start_of(layout.head_splits, layout.head_starts, rank);
   for (int64_t b = 0; b < layout.batch; ++b) {
     for (int64_t s = 0; s < rows; ++s) {
       for (int64_t h = 0; h < heads; ++h) {
@@ -72,7 +76,20 @@ void apply(const PitchedCopy& copy, Buffer& dst, const Buffer& src) {
   }
 }
 
-// `width` times the heads of a row in memory: 3 for the view of a fused projection.
+// Whether some rank sends this row, or this head, of a window.
+bool is_sent(const std::vector<int64_t>& splits, const std::vector<int64_t>& starts,
+             int64_t place) {
+  for (size_t rank = 0; rank < splits.size(); ++rank) {
+    const int64_t start = start_of(splits, starts, static_cast<int64_t>(rank));
+    if (place >= start && place < start + splits[rank]) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// `width` times the heads of a row in memory: 3 for the view of a fused projection; 0 for heads
+// outermost, as (B, H, S, D) is seen through a transposed view.
 void check_exchange(const Layout& layout, int64_t width, const std::string& name) {
   const bool scatter = layout.direction == Direction::kScatter;
   const int64_t world_size = layout.world_size();
@@ -83,8 +100,11 @@ void check_exchange(const Layout& layout, int64_t width, const std::string& name
   for (int64_t rank = 0; rank < world_size; ++rank) {
     const auto shape = layout.source_shape(rank);
     const int64_t row = width * shape[2] * shape[3];
-    const std::array<int64_t, 4> strides{shape[1] * row, row, shape[3], 1};
-    Buffer source(shape[0] * shape[1] * row, -1);
+    const int64_t slice = std::max<int64_t>(width, 1) * shape[1] * shape[2] * shape[3];
+    const std::array<int64_t, 4> strides =
+        width > 0 ? std::array<int64_t, 4>{slice, row, shape[3], 1}
+                  : std::array<int64_t, 4>{slice, shape[3], shape[1] * shape[3], 1};
+    Buffer source(shape[0] * slice, -1);
     for_each(layout, rank, scatter, [&](int64_t b, int64_t s, int64_t h, int64_t d, int32_t value) {
       source[b * strides[0] + s * strides[1] + h * strides[2] + d] = value;
     });
@@ -96,8 +116,11 @@ void check_exchange(const Layout& layout, int64_t width, const std::string& name
   for (int64_t rank = 0; rank < world_size; ++rank) {
     int64_t index = 0;
     bool right = true;
-    for_each(layout, rank, !scatter, [&](int64_t, int64_t, int64_t, int64_t, int32_t value) {
-      right = right && windows[rank][index++] == value;
+    const auto& splits = scatter ? layout.seq_splits : layout.head_splits;
+    const auto& starts = scatter ? layout.seq_starts : layout.head_starts;
+    for_each(layout, rank, !scatter, [&](int64_t, int64_t s, int64_t h, int64_t, int32_t value) {
+      const int32_t expected = is_sent(splits, starts, scatter ? s : h) ? value : 0;
+      right = right && windows[rank][index++] == expected;
     });
     expect(right && index == static_cast<int64_t>(windows[rank].size()),
            name + ": window of rank " + std::to_string(rank));
@@ -136,7 +159,9 @@ void check_order_and_refusals() {
   const std::array<int64_t, 4> shape{2, 4, 3, 8};
   expect(is_pitched(shape, {96, 24, 8, 1}), "dense");
   expect(is_pitched(shape, {288, 72, 8, 1}), "fused projection view");
-  expect(!is_pitched(shape, {96, 8, 32, 1}), "heads outermost are not dense rows");
+  expect(is_pitched(shape, {96, 8, 32, 1}), "heads outermost");
+  expect(is_pitched(shape, {24, 48, 8, 1}), "sequence outermost");
+  expect(!is_pitched(shape, {96, 8, 24, 1}), "heads outermost that overlap");
   expect(!is_pitched(shape, {0, 24, 8, 1}), "an expanded batch overlaps itself");
   expect(!is_pitched(shape, {96, 0, 8, 1}), "an expanded sequence overlaps itself");
   expect(!is_pitched(shape, {192, 48, 16, 2}), "last stride 2");
@@ -151,13 +176,41 @@ void check_order_and_refusals() {
   expect(refused, "a negative split is refused");
 }
 
+void check_starts_refused() {
+  const auto is_refused = [](const Layout& layout) {
+    try {
+      check_layout(layout);
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  const Layout cut{Direction::kScatter, 1, 8, 2, {4, 4}, {2, 2}, {}, {0, 1}, 0, 3};
+  expect(!is_refused(cut), "ranges may overlap where a source is cut");
+  const Layout placed{Direction::kGather, 1, 8, 2, {4, 4}, {2, 2}, {}, {0, 1}, 0, 3};
+  expect(is_refused(placed), "ranges may not overlap where a window is put together");
+  const Layout outside{Direction::kScatter, 1, 8, 2, {4, 4}, {2, 2}, {}, {0, 2}, 0, 3};
+  expect(is_refused(outside), "ranges lie inside");
+}
+
+void check_large() {
+  const int64_t rows = int64_t{1} << 22;
+  const Layout layout{Direction::kScatter, 2, 128, 2, {rows, rows}, {24, 24}};
+  const auto copies = plan_copies(layout, 1, {rows * 48 * 128, 48 * 128, 128, 1});
+  expect(copies.size() == 2 && copies[0].dst_offset == rows * 24 * 128 * 2 &&
+             copies[1].src_offset == 24 * 128 * 2 &&
+             copies[0].src_slice_pitch == rows * 48 * 128 * 2 &&
+             copies[0].dst_slice_pitch == 2 * rows * 24 * 128 * 2,
+         "offsets beyond 2^32 bytes are whole");
+}
+
 }  // namespace
 
 int main() {
   for (const Direction direction : {Direction::kScatter, Direction::kGather}) {
     const std::string name = direction == Direction::kScatter ? "scatter" : "gather";
     for (const int64_t batch : {1, 2, 3}) {
-      for (const int64_t width : {1, 3}) {
+      for (const int64_t width : {0, 1, 3}) {
         check_exchange({direction, batch, 8, kItem, {4, 4}, {2, 2}}, width, name + " even");
         check_exchange({direction, batch, 5, kItem, {251, 250, 250, 250}, {1, 2, 1, 2}}, width,
                        name + " uneven");
@@ -166,11 +219,22 @@ int main() {
         check_exchange({direction, batch, 1, kItem, {7, 6}, {1, 1}}, width,
                        name + " one head, head_dim 1");
         check_exchange({direction, batch, 16, kItem, {5}, {3}}, width, name + " one rank");
+        check_exchange({direction, batch, 8, kItem, {3, 2}, {1, 2}, {1, 6}, {0, 3}, 9, 5}, width,
+                       name + " gaps");
       }
+    }
+    if (direction == Direction::kScatter) {
+      check_exchange({direction, 2, 8, kItem, {3, 2}, {3, 2}, {}, {0, 2}, 0, 4}, 1,
+                     name + " a head that two ranks need");
+    } else {
+      check_exchange({direction, 2, 8, kItem, {5, 5}, {3, 2}, {0, 0}, {}, 5, 0}, 1,
+                     name + " rows that every rank gets");
     }
     check_parts({direction, 2, 8, kItem, {3, 5, 2}, {2, 1, 4}});
   }
   check_order_and_refusals();
+  check_starts_refused();
+  check_large();
   std::printf("plan_test: %s\n", failures == 0 ? "passed" : "FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -89,14 +89,63 @@ VARIANTS = [
     replace(SPEC, channel="channel"),
     replace(SPEC, seq_splits=(3, 5)),
     replace(SPEC, head_splits=(1, 3)),
+    replace(SPEC, head_splits=(2, 2), head_starts=(0, 0)),
+    replace(SPEC, seq_splits=(4, 3), seq_starts=(0, 5)),
 ]
 
 
 def test_what_differs_is_another_window_and_what_does_not_is_not() -> None:
     keys = [spec.key(2) for spec in (SPEC, *VARIANTS)]
     assert len(set(keys)) == len(keys)
-    same = replace(SPEC, channel="w", seq_splits=(4, 4), head_splits=(2, 2))
+    same = replace(SPEC, channel="w", seq_splits=(4, 4), head_splits=(2, 2), seq_starts=(0, 4))
     assert same.key(2) == SPEC.key(2)
+
+
+def nothing_here(rank: int, world_size: int) -> None:
+    """Two windows that are empty on this rank are two, and both work; on ``gloo`` here."""
+    specs = [
+        replace(SPEC, name=name, direction="gather", seq_splits=(0, 8)) for name in ("a", "b")
+    ] + [replace(SPEC, name="c", head_splits=(4, 0)), replace(SPEC, name="d", shape=(0, 8, 4, 2))]
+    with UlyssesCommunicator(timeout_s=10, max_windows=4) as comm:
+        windows = reserve(comm, specs)
+        empty = [window for window in windows if window.tensor.numel() == 0]
+        assert [w.spec.name for w in empty] == (["a", "b", "d"] if rank == 0 else ["c", "d"])
+        assert len({window.address for window in windows}) == 4
+        assert [WindowCache.of(comm).at(window.tensor) for window in windows] == windows
+        for window in windows:
+            with Exchange(comm) as exchange:
+                exchange.send(torch.full(window.source_shape, rank + 1.0), window)
+            assert window.tensor.sum() == window.tensor.numel() * 1.5
+        reserve(comm, named("e", "f", "g", "h"))  # and can be evicted
+        assert cached(comm) == ["e", "f", "g", "h"]
+
+
+def test_a_rank_with_nothing_has_windows_too(ranks: Ranks) -> None:
+    ranks(2).run(nothing_here, timeout_s=20)
+
+
+def gaps_and_overlaps(rank: int, world_size: int) -> None:
+    """Rows that nobody sends keep what was there; a head that both need goes to both."""
+    spec = replace(
+        SPEC, seq_splits=(3, 2), seq_starts=(5, 1), head_splits=(3, 2), head_starts=(0, 2)
+    )
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        (window,) = reserve(comm, [spec])
+        whole = numbered(1, 8, 4, 2)
+        window.tensor.fill_(-1)
+        with Exchange(comm) as exchange:
+            first, rows = (5, 1)[rank], (3, 2)[rank]
+            exchange.send(whole[:, first : first + rows], window)
+        expected = torch.full_like(whole, -1)
+        for rows_of in (slice(5, 8), slice(1, 3)):
+            expected[:, rows_of] = whole[:, rows_of]
+        heads = (slice(0, 3), slice(2, 4))[rank]
+        assert torch.equal(window.tensor, expected[:, :, heads])
+        assert torch.equal(window.own_view, whole[:, first : first + rows, heads])
+
+
+def test_ranges_may_leave_gaps_and_overlap(ranks: Ranks) -> None:
+    ranks(2).run(gaps_and_overlaps, timeout_s=20)
 
 
 def kept(rank: int, world_size: int) -> None:
@@ -249,8 +298,11 @@ def refuse(rank: int, world_size: int) -> list[str]:
         "S_global=7 must be divisible by world_size=2": replace(SPEC, shape=(1, 7, 4, 2)),
         "H=3 must be divisible by world_size=2": replace(SPEC, shape=(1, 8, 3, 2)),
         r"seq_splits=\[4, 5\] add up to 9": replace(SPEC, seq_splits=(4, 5)),
-        r"is empty on ranks \[0\]": replace(SPEC, head_splits=(0, 4)),
-        r"is empty on ranks \[0, 1\]": replace(SPEC, shape=(0, 8, 4, 2)),
+        r"seq_starts=\[0, 3\] .* overlap": replace(SPEC, seq_splits=(4, 4), seq_starts=(0, 3)),
+        r"head_starts=\[0, 3\] .* within the 4": replace(
+            SPEC, head_splits=(2, 2), head_starts=(0, 3)
+        ),
+        "head_starts need head_splits beside them": replace(SPEC, head_starts=(0, 0)),
     }
     texts = []
     with UlyssesCommunicator(timeout_s=10) as comm:
