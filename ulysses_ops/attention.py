@@ -155,7 +155,7 @@ def ulysses_attention(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    _check(q, k, v, kv)
+    _check(q, k, v, kv, seq_splits)
     if kv == "replicated":
         return attention(q, k, v)
     if windows is not None:
@@ -164,10 +164,10 @@ def ulysses_attention(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # Windows have no gradient, and looking one up is host work that a compiler cannot trace.
     functional = needs_grad or (windows is None and torch.compiler.is_compiling())
-    if not _holds_its_rows(q, k, comm, seq_splits):
-        if windows is not None:
-            raise ValueError(_wrong_rows(q, k, comm, seq_splits))
-        _refuse_rows(q, k, comm, seq_splits, head_splits, functional)
+    if seq_splits is not None:
+        splits = checked_splits("ulysses_attention", "seq", seq_splits, None, comm.world_size)
+        if not q.shape[1] == k.shape[1] == splits[comm.rank]:
+            _refuse_rows(q, k, comm, splits, head_splits, functional, windows)
     if functional:
         q_heads, kv_heads, kv_starts = (
             (None, None, None)
@@ -207,7 +207,7 @@ def attend(
     return attention(q, share.expand(k, rank), share.expand(v, rank))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, kv: str) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] | None) -> None:
     """What needs no other rank."""
     if kv not in ("sharded", "replicated"):
         message = f"ulysses_attention: kv={kv!r} must be 'sharded' or 'replicated'"
@@ -222,6 +222,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv: str) -> None:
         message = (
             f"ulysses_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must be "
             f"(B, S_local, H, D) and twice (B, S_local, H_kv, D)"
+        )
+        raise ValueError(message)
+    if kv == "sharded" and seq_splits is None and q.shape[1] != k.shape[1]:
+        message = (
+            f"ulysses_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must have "
+            f"the same rows; pass kv='replicated' if every rank holds all keys and values"
         )
         raise ValueError(message)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
@@ -250,40 +256,27 @@ def _checked_windows(
     return layout.head_splits
 
 
-def _holds_its_rows(
-    q: Tensor, k: Tensor, comm: UlyssesCommunicator, seq_splits: Sequence[int] | None
-) -> bool:
-    if seq_splits is None:
-        return q.shape[1] == k.shape[1]
-    splits = checked_splits("ulysses_attention", "seq", seq_splits, None, comm.world_size)
-    return q.shape[1] == k.shape[1] == splits[comm.rank]
-
-
-def _wrong_rows(
-    q: Tensor, k: Tensor, comm: UlyssesCommunicator, seq_splits: Sequence[int] | None
-) -> str:
-    declared = "" if seq_splits is None else f", those of seq_splits={list(seq_splits)}"
-    return (
-        f"ulysses_attention: rank {comm.rank} holds q {list(q.shape)} and k {list(k.shape)}, which "
-        f"must have the same rows{declared}; give every rank the rows of its own shard, or pass "
-        f"kv='replicated' if every rank holds all keys and values"
-    )
-
-
 def _refuse_rows(
     q: Tensor,
     k: Tensor,
     comm: UlyssesCommunicator,
-    seq_splits: Sequence[int] | None,
+    seq_splits: tuple[int, ...],
     head_splits: Sequence[int] | None,
     functional: bool,
+    windows: AttentionWindows | None,
 ) -> NoReturn:
     """Raise for rows that are not as declared; with the other ranks if they are about to meet."""
-    rows = q.shape[1] if seq_splits is None else seq_splits[comm.rank]
-    q_shape, k_shape = ((x.shape[0], rows, *x.shape[2:]) for x in (q, k))
+    message = (
+        f"ulysses_attention: rank {comm.rank} holds q {list(q.shape)} and k {list(k.shape)}, but "
+        f"seq_splits={list(seq_splits)} give it {seq_splits[comm.rank]} rows; give every rank the "
+        f"rows of its own shard, or pass kv='replicated' if every rank holds all keys and values"
+    )
+    if windows is not None:  # the others need not meet for these
+        raise ValueError(message)
+    q_shape, k_shape = ((x.shape[0], seq_splits[comm.rank], *x.shape[2:]) for x in (q, k))
     options = {"seq_splits": seq_splits, "head_splits": head_splits}
     v_spec, k_spec, q_spec = qkv_specs(comm, q_shape, k_shape, q.dtype, **options)
     met = [v_spec, k_spec, q_spec, out_spec(q_spec)]
     if functional:
         met = [replace(q_spec, name=FUNCTIONAL_NAMES["scatter"], channel=None)]
-    refuse(comm, met, _wrong_rows(q, k, comm, seq_splits))
+    refuse(comm, met, message)

@@ -64,7 +64,6 @@ class HeadShare:
         return torch.cat(heads, dim=2)
 
 
-@lru_cache(maxsize=256)
 def share_heads(
     num_heads: int,
     num_kv_heads: int,
@@ -87,6 +86,14 @@ def share_heads(
         ValueError: H is no multiple of ``H_kv``, some rank would get no head, or ``head_splits`` do
             not add up to H.
     """
+    # Asked at every eager call; a compiler traces what a cache would hide from it.
+    share = _share if torch.compiler.is_compiling() else _cached_share
+    return share(num_heads, num_kv_heads, world_size, head_splits)
+
+
+def _share(
+    num_heads: int, num_kv_heads: int, world_size: int, head_splits: tuple[int, ...] | None
+) -> HeadShare:
     op = "ulysses_attention"
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
         message = (
@@ -117,6 +124,9 @@ def share_heads(
         queries_per_kv.append(tuple(reads))
         first = end
     return HeadShare(q_splits, tuple(kv_splits), tuple(kv_starts), tuple(queries_per_kv))
+
+
+_cached_share = lru_cache(maxsize=256)(_share)
 
 
 def _even_heads(op: str, num_heads: int, num_kv_heads: int, world_size: int) -> tuple[int, ...]:

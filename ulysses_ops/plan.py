@@ -159,7 +159,8 @@ def checked_splits(
 ) -> tuple[int, ...]:
     """Explicit splits, which must fit the rank count and, where it is known, the total."""
     result = tuple(splits)
-    if len(result) != world_size or min(result) < 0:
+    # Not min(): a compiler would note which of them is the smallest, and compile anew for others.
+    if len(result) != world_size or any(size < 0 for size in result):
         message = (
             f"{op}: {what}_splits={list(result)} must be {world_size} sizes >= 0, one for each rank"
         )

@@ -61,7 +61,22 @@ def compare(rank: int, world_size: int, heads: int, kv_heads: int, dtype: torch.
 
 @pytest.mark.parametrize(
     ("world_size", "heads", "kv_heads"),
-    [(1, 4, 4), (2, 4, 4), (4, 4, 4), (2, 40, 8), (4, 8, 4), (2, 6, 2), (1, 7, 1)],
+    [
+        (1, 4, 4),
+        (2, 4, 4),
+        (4, 4, 4),
+        (2, 40, 8),
+        (4, 8, 4),
+        (2, 6, 2),
+        (1, 7, 1),
+        # heads that do not divide, and KV heads that several ranks need
+        (2, 28, 7),
+        (2, 6, 3),
+        (4, 8, 1),
+        (4, 16, 2),
+        (4, 42, 7),
+        (4, 6, 6),
+    ],
 )
 def test_attention_equals_that_of_one_process(
     ranks: Ranks, world_size: int, heads: int, kv_heads: int
@@ -120,20 +135,150 @@ def test_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     ranks(2).run(gradients, timeout_s=30)
 
 
+# ---- uneven splits -------------------------------------------------------------------------------
+
+
+def uneven(
+    rank: int, world_size: int, seq_splits: tuple[int, ...], heads: int, kv_heads: int
+) -> None:
+    """Eager with windows, then with gradients: values and gradients are those of one process."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(2, sum(seq_splits), count, 8) for count in (heads, kv_heads, kv_heads)]
+    wholes = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    for whole in wholes:
+        whole.requires_grad_()
+    expected = sdpa(*wholes)
+    expected_grads = torch.autograd.grad(expected.sin().sum(), wholes)
+    local = [whole.detach().split(list(seq_splits), dim=1)[rank].clone() for whole in wholes]
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        for _ in range(2):
+            out = ulysses_attention(local[0], local[1], local[2], comm, seq_splits=seq_splits)
+            torch.testing.assert_close(out, expected.split(list(seq_splits), dim=1)[rank])
+        leaves = [x.requires_grad_() for x in local]
+        out = ulysses_attention(leaves[0], leaves[1], leaves[2], comm, seq_splits=seq_splits)
+        torch.testing.assert_close(out, expected.split(list(seq_splits), dim=1)[rank])
+        found = torch.autograd.grad(out.sin().sum(), leaves)
+    for mine, whole in zip(found, expected_grads, strict=True):
+        torch.testing.assert_close(mine, whole.split(list(seq_splits), dim=1)[rank])
+
+
+@pytest.mark.parametrize(
+    ("seq_splits", "heads", "kv_heads"),
+    [
+        ((7, 6), 4, 4),
+        ((7, 6), 28, 7),
+        ((6, 7), 6, 3),
+        ((13, 0), 4, 2),
+        ((1, 1, 1, 0), 4, 4),
+        ((251, 250, 250, 250), 8, 1),
+        ((8, 7, 7, 7), 16, 2),
+        ((3, 0, 0, 2), 6, 6),
+    ],
+)
+def test_uneven_shards_and_shared_heads(
+    ranks: Ranks, seq_splits: tuple[int, ...], heads: int, kv_heads: int
+) -> None:
+    ranks(len(seq_splits)).run(uneven, seq_splits, heads, kv_heads, timeout_s=40)
+
+
+def heads_of_the_callers(rank: int, world_size: int) -> None:
+    """A rank without heads attends with nothing and still gets its rows."""
+    wholes = whole_qkv(world_size, 6, 3)
+    q, k, v = (rows_of(x, rank, world_size) for x in wholes)
+    expected = rows_of(sdpa(*wholes), rank, world_size)
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        for head_splits in ((6, 0), (1, 5), (4, 2)):
+            out = ulysses_attention(q, k, v, comm, head_splits=head_splits)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+            shapes = (tuple(q.shape), tuple(k.shape))
+            windows = reserve_attention(comm, *shapes, q.dtype, head_splits=head_splits)
+            again = ulysses_attention(q, k, v, comm, windows=windows)
+            assert torch.equal(again, out)
+            with pytest.raises(ValueError, match=r"head_splits=\[3, 3\], but the windows are res"):
+                ulysses_attention(q, k, v, comm, windows=windows, head_splits=(3, 3))
+        for wrong in ((6, 1), (6,), (7, -1)):
+            with pytest.raises(ValueError, match="2 sizes >= 0, one for each rank, that add up"):
+                ulysses_attention(q, k, v, comm, head_splits=wrong)
+
+
+def test_heads_as_the_caller_divides_them(ranks: Ranks) -> None:
+    ranks(2).run(heads_of_the_callers, timeout_s=30)
+
+
+def wrong_rows(rank: int, world_size: int, requires_grad: bool) -> list[str]:
+    """Rank 1 alone has other rows than declared: an unsharded K, or all of its tensors too long."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 7, 4, 8, generator=generator) for _ in range(3))
+    q.requires_grad_(requires_grad)
+    texts = []
+    with UlyssesCommunicator(timeout_s=2) as comm:
+        for seq_splits, wrong in (((4, 3), (3, 7, 7)), ((4, 2), (3, 3, 3))):
+            q_rows, k_rows, v_rows = (4, 4, 4) if rank == 0 else wrong
+            with pytest.raises(ValueError, match=r"rank 1 holds q .* but seq_splits") as error:
+                ulysses_attention(
+                    q[:, :q_rows], k[:, :k_rows], v[:, :v_rows], comm, seq_splits=seq_splits
+                )
+            texts.append(str(error.value))
+        rows = (4, 3)[rank]
+        out = ulysses_attention(q[:, :rows], k[:, :rows], v[:, :rows], comm, seq_splits=(4, 3))
+        assert out.shape == (1, rows, 4, 8)
+        if rank == 1:  # these splits are agreed on: nobody meets, and this rank raises alone
+            with pytest.raises(ValueError, match="rank 1 holds q"):
+                ulysses_attention(q, k, v, comm, seq_splits=(4, 3))
+        with pytest.raises(ValueError, match=r"seq_splits=\[4\] must be 2 sizes"):
+            ulysses_attention(q, k, v, comm, seq_splits=(4,))
+        again = ulysses_attention(q[:, :rows], k[:, :rows], v[:, :rows], comm, seq_splits=(4, 3))
+        assert torch.equal(again, out)
+    return texts
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_rows_that_are_not_as_declared_are_refused_by_all(
+    ranks: Ranks, requires_grad: bool
+) -> None:
+    first, second = ranks(2).run(wrong_rows, requires_grad, timeout_s=30)
+    assert first == second
+
+
+# ---- cross-attention -----------------------------------------------------------------------------
+
+
+def replicated_keys(rank: int, world_size: int) -> None:
+    """Every rank holds all keys and values: nothing is exchanged, and nobody is met."""
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(2, 7, 4, 8, generator=generator)
+    k, v = (torch.randn(2, 5, 2, 8, generator=generator) for _ in range(2))
+    q = whole.split([4, 3], dim=1)[rank]
+    expected = sdpa(whole, k, v).split([4, 3], dim=1)[rank]
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        with mock.patch.object(comm.agreement, "exchange", side_effect=AssertionError):
+            out = ulysses_attention(q, k, v, comm, kv="replicated")
+        torch.testing.assert_close(out, expected)
+        with pytest.raises(ValueError, match="must have the same rows; pass kv='replicated'"):
+            ulysses_attention(q, k, v, comm)
+        with pytest.raises(ValueError, match="kv='both' must be 'sharded' or 'replicated'"):
+            ulysses_attention(q, k, v, comm, kv="both")  # type: ignore[arg-type]
+
+
+def test_replicated_keys_and_values_are_not_sent(ranks: Ranks) -> None:
+    ranks(2).run(replicated_keys, timeout_s=20)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world_size", "match"),
     [
-        (28, 7, 2, "H_kv=7 must be divisible by world_size=2"),
-        (40, 8, 16, "H=40 must be divisible by world_size=16"),
-        (6, 3, 2, "H_kv=3 must be divisible by world_size=2"),
-        (8, 1, 4, "H_kv=1 must be divisible by world_size=4"),
-        (12, 12, 8, "H=12 must be divisible by world_size=8"),
-        (42, 7, 4, "H=42 must be divisible by world_size=4"),
         (40, 6, 4, "H=40 must be a multiple of H_kv=6"),
-        (40, 10, 4, "H_kv=10 must be divisible by world_size=4"),
+        (42, 8, 4, "H=42 must be a multiple of H_kv=8"),
+        (4, 8, 2, "H=4 must be a multiple of H_kv=8"),
+        (
+            3,
+            3,
+            4,
+            r"H=3 cannot give each of world_size=4 ranks a head; use one of \[1, 2, 3\] ranks",
+        ),
     ],
 )
 def test_the_error_names_the_count_that_fails(

@@ -19,6 +19,7 @@ from whole_tensors import layout_of, numbered
 from ulysses_ops import (
     UlyssesCommunicator,
     UlyssesError,
+    even_splits,
     gather,
     scatter,
     sdpa,
@@ -26,6 +27,8 @@ from ulysses_ops import (
 )
 from ulysses_ops.agreement import Agreement
 from ulysses_ops.reference import shard_of, window_of
+
+Ranks = Callable[[int], RankPool]
 
 
 def compiled(fn: Callable[..., Any], backend: Any = "inductor", **options: Any) -> Any:
@@ -185,6 +188,66 @@ def test_changing_lengths_recompile_once_and_never_meet_while_tracing(
 ) -> None:
     by_rank = compiling_ranks.run(changing_lengths, timeout_s=100)
     assert by_rank == [(40, 2)] * 2  # each length meets once for each direction
+
+
+class UnevenAttention(nn.Module):
+    """Requests of any length: the total comes in, the splits are derived from it."""
+
+    def __init__(self, comm: UlyssesCommunicator) -> None:
+        super().__init__()
+        self.comm = comm
+
+    def forward(self, x: Tensor, total: int) -> Tensor:
+        splits = even_splits(total, self.comm.world_size)
+        q, kv = x, x[:, :, :2]
+        return ulysses_attention(q * 2, kv, kv, self.comm, seq_splits=splits)
+
+
+def uneven_lengths(rank: int, world_size: int, compiler: str | None) -> tuple[int, int]:
+    """30 lengths, most of them uneven; what is compiled equals one process, and never meets."""
+    while_compiling: list[int] = []
+    meetings: list[str] = []
+    exchange = Agreement.exchange
+    counter = CompileCounterWithBackend(compiler or "eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        before = len(meetings)
+        result = counter(graph, inputs)
+        while_compiling.append(len(meetings) - before)
+        return result
+
+    def recorded(agreement: Agreement, topic: str, record: dict[str, Any]) -> Any:
+        meetings.append(topic)
+        return exchange(agreement, topic, record)
+
+    lengths = [1001, *range(21, 80, 3), 1001, 83, 84, 85, 86, 87, 88, 89, 90]
+    assert len(lengths) == 30
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        module = UnevenAttention(comm)
+        fast = module if compiler is None else compiled(module, backend)
+        with mock.patch.object(Agreement, "exchange", recorded), torch.no_grad():
+            for total in lengths:
+                generator = torch.Generator().manual_seed(total)
+                whole = torch.randn(1, total, 6, 4, generator=generator)
+                splits = list(even_splits(total, world_size))
+                kv = whole[:, :, :2]
+                expected = sdpa(whole * 2, kv, kv).split(splits, dim=1)[rank]
+                x = whole.split(splits, dim=1)[rank]
+                torch.testing.assert_close(fast(x, total), expected, rtol=1e-4, atol=1e-5)
+    assert while_compiling == [0] * len(while_compiling)
+    return len(set(lengths)), counter.frame_count
+
+
+@pytest.mark.parametrize(("world_size", "compiler"), [(4, "aot_eager"), (2, "inductor")])
+def test_requests_of_uneven_lengths_recompile_a_few_times_at_most(
+    ranks: Ranks, world_size: int, compiler: str
+) -> None:
+    by_rank = ranks(world_size).run(uneven_lengths, compiler, timeout_s=200)
+    lengths, compilations = zip(*by_rank, strict=True)
+    assert set(lengths) == {29}
+    assert max(compilations) <= 3
+    if compiler == "aot_eager":
+        assert ranks(world_size).run(uneven_lengths, None, timeout_s=60) == [(29, 0)] * 4
 
 
 def trace_alone(rank: int, world_size: int) -> None:

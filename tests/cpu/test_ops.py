@@ -101,6 +101,7 @@ def test_uneven_splits(
     "dtype",
     [
         torch.float8_e4m3fn,
+        torch.float8_e5m2,
         torch.bool,
         torch.complex64,
         torch.int8,
@@ -113,6 +114,39 @@ def test_uneven_splits(
 def test_any_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     for direction in DIRECTIONS:
         ranks(2).run(exchange_and_return, direction, (2, 4, 4, 3), dtype, timeout_s=20)
+
+
+# ---- ranges that overlap -------------------------------------------------------------------------
+
+
+def overlapping(rank: int, world_size: int, direction: Direction) -> None:
+    """A head (a row) that two ranks want goes to both, and its gradient is the sum of theirs."""
+    whole = torch.randn(2, 7, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = whole.flip(0, 1, 2, 3)
+    held, held_dim, cut_dim = ((4, 3), 1, 2) if direction == "scatter" else ((2, 3), 2, 1)
+    sizes, starts = ((3, 4), (1, 1)) if direction == "scatter" else ((5, 4), (0, 2))
+    splits = {"seq_splits": held, "head_splits": sizes, "head_starts": starts}
+    if direction == "gather":
+        splits = {"seq_splits": sizes, "head_splits": held, "seq_starts": starts}
+    exchange: Callable[..., Tensor] = EXCHANGES[direction]
+    x = whole.split(list(held), dim=held_dim)[rank].clone().requires_grad_()
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        y = exchange(x, comm, **splits)
+        mine = whole.narrow(cut_dim, starts[rank], sizes[rank])
+        assert torch.equal(y, mine)
+        (grad,) = torch.autograd.grad(
+            (y * weights.narrow(cut_dim, starts[rank], sizes[rank])).sum(), x
+        )
+    expected = torch.zeros_like(whole)
+    for start, size in zip(starts, sizes, strict=True):
+        expected.narrow(cut_dim, start, size).add_(weights.narrow(cut_dim, start, size))
+    torch.testing.assert_close(grad, expected.split(list(held), dim=held_dim)[rank])
+    assert (grad == 0).any()  # of what nobody got
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ranges_may_overlap(ranks: Ranks, direction: Direction) -> None:
+    ranks(2).run(overlapping, direction, timeout_s=20)
 
 
 # ---- strides -------------------------------------------------------------------------------------
@@ -128,6 +162,8 @@ def strided(kind: str, x: Tensor) -> Tensor:
         view = fused[:, :, 1]
     elif kind == "transposed":
         view = torch.full((batch, heads, rows, head_dim), torch.nan).transpose(1, 2)
+    elif kind == "sequence first":
+        view = torch.full((rows, batch, heads, head_dim), torch.nan).transpose(0, 1)
     elif kind == "offset":
         view = torch.full((x.numel() + 7,), torch.nan)[7:].view(x.shape)
     elif kind == "last stride 2":
@@ -159,7 +195,8 @@ def exchange_strided(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    "kind", ["fused", "transposed", "offset", "last stride 2", "expanded", "negated"]
+    "kind",
+    ["fused", "transposed", "sequence first", "offset", "last stride 2", "expanded", "negated"],
 )
 def test_any_strides_on_all_ranks_or_on_one(ranks: Ranks, direction: Direction, kind: str) -> None:
     for kinds in ((kind, kind), ("contiguous", kind)):

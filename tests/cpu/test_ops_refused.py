@@ -79,6 +79,48 @@ def test_ranks_that_differ_all_raise_the_same(ranks: Ranks, what: str) -> None:
     assert "ranks [1]" in first
 
 
+def wrong_total(rank: int, world_size: int) -> list[str]:
+    """Rank 1 holds an unsharded tensor: said by all at the first call, by rank 1 alone later."""
+    whole = numbered(1, 7, 4, 2)
+    x = whole[:, :4] if rank == 0 else whole
+    good = whole.split([4, 3], dim=1)[rank]
+    with UlyssesCommunicator(timeout_s=2) as comm:
+        with (
+            mock.patch.object(dist, "all_to_all_single") as collective,
+            pytest.raises(ValueError, match=r"^scatter: rank 1 holds 7 rows, .*say 3") as error,
+        ):
+            scatter(x, comm, seq_splits=(4, 3))
+        collective.assert_not_called()
+        y = scatter(good, comm, seq_splits=(4, 3))
+        assert torch.equal(y, whole.split(2, dim=2)[rank])
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"^scatter: rank 1 holds 7 rows"):
+                scatter(x, comm, seq_splits=(4, 3))
+        with pytest.raises(ValueError, match=r"^gather: rank 1 holds 4 heads") as other:
+            gather(y if rank == 0 else whole, comm, seq_splits=(4, 3), head_splits=(2, 2))
+        back = gather(y, comm, seq_splits=(4, 3), head_splits=(2, 2))
+        assert torch.equal(back, good)
+    return [str(error.value), str(other.value)]
+
+
+def test_a_tensor_that_is_not_the_declared_shard_is_refused_by_all(ranks: Ranks) -> None:
+    first, second = ranks(2).run(wrong_total, timeout_s=20)
+    assert first == second
+
+
+def refused_alone(rank: int, world_size: int) -> None:
+    """The others do not come to say the same: the cause is still what is raised."""
+    with UlyssesCommunicator(timeout_s=1) as comm:
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"^scatter: rank 1 holds 4 rows") as error:
+                scatter(numbered(1, 4, 4, 2), comm, seq_splits=(4, 3))
+            assert isinstance(error.value.__cause__, AgreementError)
+
+
+def test_a_refusal_that_nobody_hears_is_raised_in_time(ranks: Ranks) -> None:
+    ranks(2).run(refused_alone, timeout_s=20)
+
+
 def meet_a_new_shape_alone(rank: int, world_size: int) -> None:
     known, new = numbered(1, 4, 4, 2), numbered(1, 6, 4, 2)
     with UlyssesCommunicator(timeout_s=1) as comm:

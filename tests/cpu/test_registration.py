@@ -25,12 +25,14 @@ from ulysses_ops.plan import Direction
 from ulysses_ops.reference import shard_of
 from ulysses_ops.windows import Window
 
-FUNCTIONAL = "Tensor x, int world_size, str group_name, int[]? seq_splits=None, int[]? head_splits"
+FUNCTIONAL = (
+    "Tensor x, int world_size, str group_name, SymInt[]? seq_splits=None, int[]? head_splits=None"
+)
 INTO = "Tensor x, Tensor(a!) window, Tensor(b!) token, int world_size, str group_name, int? peer"
 COMPLETE = "Tensor(a!)[] windows, Tensor[] sources, Tensor(b!) token, int world_size"
 SCHEMAS = {
-    "scatter": f"({FUNCTIONAL}=None) -> Tensor",
-    "gather": f"({FUNCTIONAL}=None) -> Tensor",
+    "scatter": f"({FUNCTIONAL}, int[]? head_starts=None) -> Tensor",
+    "gather": f"({FUNCTIONAL}, SymInt[]? seq_starts=None) -> Tensor",
     "scatter_into": f"({INTO}=None) -> ()",
     "gather_into": f"({INTO}=None) -> ()",
     "complete": f"({COMPLETE}, str group_name) -> ()",
@@ -150,6 +152,12 @@ def opcheck_between_ranks(rank: int, world_size: int, direction: Direction) -> N
             for requires_grad in (False, True):
                 x = shard_of(whole, layout, rank).requires_grad_(requires_grad)
                 opcheck(overload(direction), (x, world_size, comm.name, *splits))
+        for requires_grad in (False, True):
+            x = numbered(2, (3, 5)[rank] if direction == "scatter" else 8, 4, 3)
+            x = x.requires_grad_(requires_grad)
+            # Ranges that overlap, and for rank 1 one that ends before the last.
+            rows, heads = ((3, 5), (3, 2)) if direction == "scatter" else ((5, 4), (4, 4))
+            opcheck(overload(direction), (x, world_size, comm.name, rows, heads, (0, 1)))
 
 
 @pytest.mark.parametrize("direction", ["scatter", "gather"])
