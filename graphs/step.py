@@ -104,7 +104,11 @@ class CapturedStep:
             message = "replay: the step is closed; capture it again"
             raise UlyssesError(message)
         with torch.cuda.device(self._comm.device):
-            self._begin()
+            try:
+                self._begin()
+            except RuntimeError:
+                self._comm.check_open("replay")
+                raise
             for static, value in zip(self._static, given, strict=bool(given)):
                 if static is not value:
                     static.copy_(value, non_blocking=True)

@@ -8,7 +8,7 @@ from ulysses_ops.attention import (
     ulysses_attention,
 )
 from ulysses_ops.communicator import UlyssesCommunicator
-from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
+from ulysses_ops.errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.ops import gather, scatter
 from ulysses_ops.window_spec import WindowSpec
@@ -21,6 +21,7 @@ __all__ = [
     "AgreementError",
     "AttentionWindows",
     "Exchange",
+    "PeerTimeoutError",
     "TopologyError",
     "UlyssesCommunicator",
     "UlyssesError",

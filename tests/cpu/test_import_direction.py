@@ -29,6 +29,8 @@ ORDER = (
     "mapping",
     "copy_engine",
     "lifetime",
+    "post_mortem",
+    "arguments",
     "communicator",
     "window_spec",
     "windows",

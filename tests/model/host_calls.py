@@ -148,7 +148,7 @@ class Host:
     # Words
 
     def handshake(self, half: str, channel: str, tag: int = 1) -> None:
-        """One half, for one channel or several: signal all peers, then wait for all and reset.
+        """One half, for one channel or several: signal all peers, wait for all, then reset.
 
         The open is made of `empty` words, the close of `full` words.
         """
@@ -162,7 +162,9 @@ class Host:
             if protocol.resets == "before":
                 self._put("copy", Reset(word))
             self._put("copy", Wait(word, tag))
-            if protocol.resets == "after":
+        if protocol.resets == "after":
+            for name, peer in pairs:
+                word = self._word(half, name, self.rank, peer)
                 self._put_late("resets", word, Reset(word))
 
     def zero(self, channel: str) -> None:
