@@ -167,6 +167,16 @@ void set_limit(int64_t number, double limit_s) {
   LockedGroup(number, "limit")->watchdog().set_limit(limit_s);
 }
 
+// What a capture holds, one a line.
+std::string captured_exchanges(int64_t number, int64_t capture) {
+  std::string text;
+  for (const LogEntry& entry :
+       LockedGroup(number, "capture")->log().of_capture(static_cast<CaptureId>(capture))) {
+    text += kind_of(entry) + "\n";
+  }
+  return text;
+}
+
 // The latest calls, one a line: microseconds since the epoch, a space, what was issued.
 std::string exchange_log(int64_t number) {
   std::string text;
@@ -230,6 +240,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_ce_failure(int group, bool look) -> str");
   m.def("_ce_set_limit(int group, float limit_s) -> ()");
   m.def("_ce_exchange_log(int group) -> str");
+  m.def("_ce_captured_exchanges(int group, int capture) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
@@ -265,4 +276,5 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_failure", TORCH_BOX(&failure));
   m.impl("_ce_set_limit", TORCH_BOX(&set_limit));
   m.impl("_ce_exchange_log", TORCH_BOX(&exchange_log));
+  m.impl("_ce_captured_exchanges", TORCH_BOX(&captured_exchanges));
 }

@@ -152,6 +152,11 @@ class CopyEngineGroup:
         """Claim the current stream's capture for this group alone, and return its id."""
         return int(torch.ops.ulysses._ce_own_capture(self.number))
 
+    def captured_exchanges(self, capture: int) -> list[str]:
+        """What a capture exchanges, in order: alike on ranks whose graphs belong together."""
+        text: str = torch.ops.ulysses._ce_captured_exchanges(self.number, capture)
+        return text.splitlines()
+
     def window_states(self) -> dict[int, tuple[int, int]]:
         """Address of each window -> when it was last used (higher is later), graphs that use it."""
         numbers = torch.ops.ulysses._ce_window_states(self.number)

@@ -24,11 +24,13 @@ const char* name_of(Step step) {
 
 }  // namespace
 
+std::string kind_of(const LogEntry& entry) {
+  return std::string(name_of(entry.step)) +
+         (entry.subject == nullptr ? "" : " of " + *entry.subject);
+}
+
 std::string to_string(const LogEntry& entry) {
-  std::string text = std::string(name_of(entry.step)) + " #" + std::to_string(entry.number);
-  if (entry.subject != nullptr) {
-    text += " of " + *entry.subject;
-  }
+  std::string text = "#" + std::to_string(entry.number) + ", " + kind_of(entry);
   if (entry.capture != 0) {
     text += " in captured step " + std::to_string(entry.capture);
   }
@@ -64,6 +66,17 @@ std::vector<LogEntry> ExchangeLog::latest() const {
   std::vector<LogEntry> entries;
   for (size_t at = num_eager_ > kTold ? num_eager_ - kTold : 0; at < num_eager_; ++at) {
     entries.push_back(eager_[at % kKept]);
+  }
+  return entries;
+}
+
+std::vector<LogEntry> ExchangeLog::of_capture(CaptureId capture) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<LogEntry> entries;
+  for (const auto& [number, entry] : captured_) {
+    if (entry.capture == capture) {
+      entries.push_back(entry);
+    }
   }
   return entries;
 }

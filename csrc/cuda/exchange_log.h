@@ -36,6 +36,9 @@ struct LogEntry {
   std::vector<Awaited> awaited;
 };
 
+// What was issued, alike on ranks that issue alike; and the same with what tells it from others
+// here.
+std::string kind_of(const LogEntry& entry);
 std::string to_string(const LogEntry& entry);
 
 // Locked by itself: the watchdog reads it while a call of the group may be blocked.
@@ -46,7 +49,8 @@ class ExchangeLog {
   std::optional<LogEntry> find(uint64_t number) const;
   // The latest entries outside captures, oldest first.
   std::vector<LogEntry> latest() const;
-  // Entries of a capture are kept until its graph is gone.
+  // What a capture holds, in order; kept until its graph is gone.
+  std::vector<LogEntry> of_capture(CaptureId capture) const;
   void forget(CaptureId capture);
 
  private:

@@ -132,7 +132,8 @@ void Group::add_window(WindowInfo info) {
   info.last_use = ++num_uses_;
   info.description = std::make_shared<const std::string>(
       "channel '" + info.channel + "' for window '" + info.name + "' " +
-      to_string(info.layout.window_shape(rank_)));
+      to_string({info.layout.batch, info.layout.seq_global(), info.layout.num_heads(),
+                 info.layout.head_dim}));
   rescue_.add_window(info.base_of_rank[rank_], info.layout.window_bytes(rank_));
   windows_.emplace(key, std::make_unique<WindowInfo>(std::move(info)));
 }
