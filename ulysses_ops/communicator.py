@@ -108,7 +108,8 @@ class UlyssesCommunicator:
             "allow_shared_devices": allow_shared_devices,
         }
         self.device, topologies = self._meet(wanted, device)
-        request = Request(transport, _backends(group, self.device), allow_shared_devices)
+        offered = _backends(group, self.device)
+        request = Request(transport, offered, allow_shared_devices, suggest=False)
         decision = decide(topologies, request)
         if decision.transport == "ce":
             decision = self._establish_copy_engine(decision, topologies, request, mapping, signal)
