@@ -79,9 +79,9 @@ class LinkBundle:
 class Gpu:
     """A physical GPU that NVML lists; ``cuda_ordinal`` is its number in this process, if any.
 
-    Of its own facts ``mig`` gates, and a compute mode that forbids use. ``nvlinks`` counts the links
-    that are up, wherever they lead; ``nvlink_version`` is theirs, as ``4.0``; ``nvlink_mbps`` is the
-    rate of one link in one direction, in megabytes a second.
+    Of its own facts ``mig`` gates, and a compute mode that forbids use. ``nvlinks`` counts the
+    links that are up, wherever they lead, ``nvlink_version`` is theirs, as in ``4.0``, and
+    ``nvlink_mbps`` is the rate of one of them in one direction, in megabytes a second.
     """
 
     uuid: str

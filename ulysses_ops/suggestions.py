@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import combinations
 
 from .facts import Topology
@@ -79,11 +80,15 @@ def _equal(
     """Return the most groups of ``size``, and of those the closest; islands share no group."""
     if size < 2:
         return []
-    return sorted(
-        tuple(island[member] for member in group)
-        for island, rate in zip(islands, rates, strict=True)
-        for group in best_grouping(_within(reach, island), size, lambda a, b: rate[a][b])
-    )
+    found: list[Group] = []
+    for island, rate in zip(islands, rates, strict=True):
+        groups = best_grouping(_within(reach, island), size, partial(_rated, rate))
+        found += [tuple(island[member] for member in group) for group in groups]
+    return sorted(found)
+
+
+def _rated(rates: Rates, a: int, b: int) -> int:
+    return rates[a][b]
 
 
 def _reach(
@@ -94,8 +99,12 @@ def _reach(
     hosts = [known(topology.process.boot_id) for topology in topologies]
     reach: list[set[int]] = [set() for _ in topologies]
     for a, b in combinations(range(len(topologies)), 2):
-        if hosts[a] == hosts[b] and {a, b} not in faulty and not obstacles_but_pairs(
-            [topologies[a], topologies[b]], allow_shared_devices=allow_shared_devices
+        if (
+            hosts[a] == hosts[b]
+            and {a, b} not in faulty
+            and not obstacles_but_pairs(
+                [topologies[a], topologies[b]], allow_shared_devices=allow_shared_devices
+            )
         ):
             reach[a].add(b)
             reach[b].add(a)

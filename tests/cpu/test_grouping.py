@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
 
@@ -166,12 +167,17 @@ def test_sixteen_partly_connected_gpus_take_no_time(monkeypatch: pytest.MonkeyPa
 
 def test_who_does_not_ask_pays_for_no_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(eligibility, "suggest", lambda *a, **k: asked.append(1) or ("x",))
+
+    def counted(topologies: Sequence[Topology], **options: object) -> tuple[str, ...]:
+        asked.append(len(topologies))
+        return ("x",)
+
+    monkeypatch.setattr(eligibility, "suggest", counted)
     ranks = partly_connected(4)
     quiet = decide(ranks, replace(NCCL, suggest=False))
     assert (asked, quiet.suggestions) == ([], ())
     told = decide(ranks, NCCL)
-    assert (asked, told.suggestions) == ([1], ("x",))  # control
+    assert (asked, told.suggestions) == ([4], ("x",))  # control
     assert replace(told, suggestions=()) == quiet
 
 
@@ -196,9 +202,10 @@ def on_hosts(hosts: int, each: int, status: dict[tuple[int, int, int], int]) -> 
 def test_two_hosts_are_one_line_and_each_is_suggested() -> None:
     decision = decide(on_hosts(2, 4, {}), NCCL)
     assert decision.transport == "nccl"
-    assert decision.reasons == (
+    (reason,) = decision.reasons
+    assert reason == (
         "ranks differ in boot id: ranks 0, 1, 2, 3 on host0 (boot id boot-0), "
-        "ranks 4, 5, 6, 7 on host1 (boot id boot-1); ce works within one host",
+        "ranks 4, 5, 6, 7 on host1 (boot id boot-1); ce works within one host"
     )
     first = "ranks 0, 1, 2, 3 (on host0, CUDA_VISIBLE_DEVICES=0,1,2,3)"
     second = "ranks 4, 5, 6, 7 (on host1, CUDA_VISIBLE_DEVICES=0,1,2,3)"
