@@ -117,7 +117,8 @@ class UlyssesCommunicator:
             "allow_shared_devices": allow_shared_devices,
         }
         self.device, topologies = self._meet(wanted, device)
-        request = Request(transport, backends_of(group, self.device), allow_shared_devices)
+        offered = backends_of(group, self.device)
+        request = Request(transport, offered, allow_shared_devices, suggest=False)
         decision = decide(topologies, request)
         if decision.transport == "ce":
             decision = self._establish_copy_engine(decision, topologies, request, mapping, signal)

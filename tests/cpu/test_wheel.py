@@ -24,8 +24,10 @@ SOURCES = (
     "pyproject.toml",
     "setup.py",
     "tools",
+    "ulysses_commands.py",
     "ulysses_ops",
 )
+STARTER = "ulysses_commands.py"  # the one module beside the package
 PRESENT = (
     "ulysses_ops/__init__.py",
     "ulysses_ops/_C.so",
@@ -33,6 +35,7 @@ PRESENT = (
     "ulysses_ops/ops.py",
     "ulysses_ops/py.typed",
     "ulysses_ops/tools/replay_benchmark.py",
+    STARTER,
 )
 SUFFIXES = {".py", ".so", ".typed"}
 LOAD = """
@@ -52,7 +55,9 @@ def complaints(names: list[str], *, with_cuda: bool) -> list[str]:
     required = [*PRESENT, *(["ulysses_ops/_C_cuda.so"] if with_cuda else [])]
     missing = [f"missing: {name}" for name in required if name not in members]
     outside = [
-        f"outside the package: {name}" for name in members if name.split("/")[0] != "ulysses_ops"
+        f"outside the package: {name}"
+        for name in members
+        if name.split("/")[0] != "ulysses_ops" and name != STARTER
     ]
     unwanted = [f"unwanted: {name}" for name in members if Path(name).suffix not in SUFFIXES]
     return missing + outside + unwanted
