@@ -100,11 +100,10 @@ class ParallelModel:
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.proj_out.register_forward_hook(self._end),
         ]
-        self._inputs = {"": _input_names(model)}
-        if family.text is not None:
-            entry = model.get_submodule(family.text[0])
-            self._inputs[family.text[0]] = _input_names(entry)
-            self._hooks.append(entry.register_forward_pre_hook(self._cut_text, with_kwargs=True))
+        self._inputs = _Inputs(model)
+        entry = model.get_submodule(family.entry)
+        self._entry_inputs = _Inputs(entry)
+        self._hooks.append(entry.register_forward_pre_hook(self._enter, with_kwargs=True))
         self._cut = CutRows(model, comm, family)
 
     def close(self) -> None:
@@ -139,7 +138,7 @@ class ParallelModel:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Refuse what cannot be served, and note what the processors need to know of this call."""
-        inputs = _Inputs(self._inputs[""], args, kwargs)
+        inputs = self._inputs.by_name(args, kwargs)
         world_size = self._comm.world_size
         name = type(model).__name__
         rows = self._family.rows(model.config, inputs["hidden_states"])
@@ -151,18 +150,19 @@ class ParallelModel:
             )
             raise ValueError(message)
         for refused in REFUSED_INPUTS:
-            if inputs[refused] is not None:
+            if inputs.get(refused) is not None:
                 message = f"{name}: {refused} cannot be sharded; close() the parallel model first"
                 raise ValueError(message)
         if not torch.compiler.is_compiling():
             self._check_processors(name)
-        if self._family.text is not None:
+        self._forward.is_under_way = True
+        if self._family.text_inputs:
             self._forward.text_rows = inputs["encoder_hidden_states"].shape[1]
         timestep = inputs["timestep"]
         # One time for every row, where part of a video is given.
         if timestep is not None and timestep.dim() == 2 and timestep.shape[1] == rows:
             inputs["timestep"] = timestep.chunk(world_size, dim=1)[self._comm.rank]
-        return inputs.args, inputs.kwargs
+        return self._inputs.passed(inputs, args)
 
     def _check_processors(self, name: str) -> None:
         for layer, own in self._layers:
@@ -173,51 +173,43 @@ class ParallelModel:
                 )
                 raise UlyssesError(message)
 
-    def _cut_text(
+    def _enter(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """This rank's share of the text rows, where they are sharded."""
-        assert self._family.text is not None
-        entry, names = self._family.text
-        inputs = _Inputs(self._inputs[entry], args, kwargs)
+        """This rank's share of the text rows of joint attention, where they are sharded."""
+        inputs = self._entry_inputs.by_name(args, kwargs)
         if self._forward.is_text_sharded:
-            for name in names:
+            for name in self._family.text_inputs:
                 inputs[name] = inputs[name].chunk(self._comm.world_size, dim=-2)[self._comm.rank]
-        return inputs.args, inputs.kwargs
+        return self._entry_inputs.passed(inputs, args)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Put the rows of all ranks together."""
+        self._forward.is_under_way = False
         return replicate_rows(self._comm, output)
 
 
 class _Inputs:
-    """Arguments of a forward, by name, whichever way they were passed."""
+    """Arguments of a forward by name, whichever way they were passed."""
 
-    def __init__(self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._names = names
-        self._args = list(args)
-        self.kwargs = dict(kwargs)
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._names = [parameter.name for parameter in parameters if parameter.kind is kind]
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return tuple(self._args)
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that have names."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
-    def _place(self, name: str) -> int | None:
-        place = self._names.index(name) if name in self._names else len(self._args)
-        return place if place < len(self._args) else None
+    def passed(
+        self, by_name: dict[str, Any], args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """By name, which the hooks of ``diffusers`` find without looking at signatures.
 
-    def __getitem__(self, name: str) -> Any:
-        """The value; ``None`` where it was not passed."""
-        place = self._place(name)
-        return self.kwargs.get(name) if place is None else self._args[place]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        place = self._place(name)
-        if place is None:
-            self.kwargs[name] = value
-        else:
-            self._args[place] = value
-
-
-def _input_names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+        By place where there are more arguments than names.
+        """
+        rest = args[len(self._names) :]
+        if not rest:
+            return (), by_name
+        named = dict(by_name)
+        return (*(named.pop(name) for name in self._names), *rest), named

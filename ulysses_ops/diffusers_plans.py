@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .diffusers_attention import (
+from .diffusers_attention import Processor
+from .diffusers_processors import (
     FluxProcessor,
     HunyuanVideoProcessor,
     LTXProcessor,
-    Processor,
     QwenImageProcessor,
     WanProcessor,
 )
@@ -37,15 +37,17 @@ class Family:
         plan: Module -> {name of an input, or number of an output, that holds image rows: their
             dimension}.
         rows: ``(config, hidden_states) -> S_global`` of the image rows.
-        text: Module whose inputs are the text rows of joint attention, and their names; ``None``
-            where text is attended to by cross attention, whose keys and values every rank computes.
+        entry: Module whose inputs are the whole text rows, and are not needed whole inside it.
+        text_inputs: Names of those inputs; none where text is attended to by cross attention,
+            whose keys and values every rank computes.
     """
 
     processor: type[Processor]
     stock: str
     plan: Mapping[str, Mapping[str | int, int]]
     rows: Callable[[Any, Tensor], int]
-    text: tuple[str, tuple[str, ...]] | None = None
+    entry: str
+    text_inputs: tuple[str, ...] = ()
 
 
 def _rows_given(config: Any, hidden_states: Tensor) -> int:
@@ -67,19 +69,22 @@ FAMILIES: Mapping[str, Family] = {
         "WanAttnProcessor",
         {"rope": {0: 1, 1: 1}, "blocks.0": {"hidden_states": 1}},
         _rows_of_patches,
+        "blocks.0",
     ),
     "LTXVideoTransformer3DModel": Family(
         LTXProcessor,
         "LTXVideoAttnProcessor",
         {"": {"hidden_states": 1}, "rope": {0: 1, 1: 1}},
         _rows_given,
+        "",
     ),
     "FluxTransformer2DModel": Family(
         FluxProcessor,
         "FluxAttnProcessor",
         {"": {"hidden_states": 1, "img_ids": -2}},
         _rows_given,
-        ("", ("encoder_hidden_states", "txt_ids")),
+        "",
+        ("encoder_hidden_states", "txt_ids"),
     ),
     "QwenImageTransformer2DModel": Family(
         QwenImageProcessor,
@@ -90,14 +95,16 @@ FAMILIES: Mapping[str, Family] = {
             "transformer_blocks.*": {"modulate_index": 1},
         },
         _rows_given,
-        ("transformer_blocks.0", ("encoder_hidden_states",)),
+        "transformer_blocks.0",
+        ("encoder_hidden_states",),
     ),
     "HunyuanVideoTransformer3DModel": Family(
         HunyuanVideoProcessor,
         "HunyuanVideoAttnProcessor2_0",
         {"rope": {0: 0, 1: 0}, "transformer_blocks.0": {"hidden_states": 1}},
         _rows_of_patches,
-        ("transformer_blocks.0", ("encoder_hidden_states",)),
+        "transformer_blocks.0",
+        ("encoder_hidden_states",),
     ),
 }
 # Residuals for every image row, which nobody cuts.

@@ -38,6 +38,7 @@ ORDER = (
     "attention",
     "joint_attention",
     "diffusers_attention",
+    "diffusers_processors",
     "diffusers_plans",
     "diffusers_models",
     "__init__",
