@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
 from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
@@ -184,6 +185,7 @@ class UlyssesCommunicator:
                 )
                 raise ValueError(message)
             chosen = _resolve_device(device)
+            load_kernels(chosen)  # while nothing waits on the device
             return chosen, probe(chosen)
 
         seen, failures = self.agreement.attempt("UlyssesCommunicator", look)
@@ -191,8 +193,7 @@ class UlyssesCommunicator:
             message = f"UlyssesCommunicator: {'; '.join(failures)}"
             raise ValueError(message)
         assert seen is not None
-        stale = _BY_NAME.get(self.name)
-        if stale is not None:
+        if (stale := _BY_NAME.get(self.name)) is not None:
             stale.close()
         chosen, topology = seen
         records = self.agreement.exchange(

@@ -238,6 +238,8 @@ void norm_rope(const Arguments& arguments) {
     for (const Tensor& part : arguments.outputs[tensor]) {
       parts[tensor].outputs.push_back(head_part(part, "a part of " + name + "_out", common));
     }
+    STD_TORCH_CHECK(params.norm != Norm::kNone || !arguments.weight[tensor].has_value(), kOp, ": ",
+                    name, "_weight goes with a norm; leave it out, or name the norm");
     const bool per_head = params.norm == Norm::kPerHead;
     if (params.norm != Norm::kNone && elems > 0) {
       parts[tensor].weight =

@@ -33,6 +33,8 @@ ORDER = (
     "collective",
     "exchange",
     "ops",
+    "norm_rope_checks",
+    "norm_rope",
     "attention",
     "__init__",
     "graphs",
