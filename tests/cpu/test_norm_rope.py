@@ -137,6 +137,28 @@ def test_what_models_do(model: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("model", ["flux", "qwen"])
+def test_what_diffusers_does(model: str) -> None:
+    embeddings = pytest.importorskip("diffusers.models.embeddings")
+    problem = make_problem((2, 9, 4, 32), full_table=model == "flux")
+    o: dict[str, Any] = problem.options
+    if model == "flux":
+        angles: Any = (o["cos"], o["sin"])
+        rotate = embeddings.apply_rotary_emb
+    else:
+        transformer = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
+        angles = torch.complex(o["cos"], o["sin"])
+        rotate = transformer.apply_rotary_emb_qwen
+    found = qk_norm_rope(problem.q, problem.k, **o)
+    for got, x, name in zip(found, (problem.q, problem.k), "qk", strict=True):
+        normalised = torch.nn.functional.rms_norm(x, (32,), o[f"{name}_weight"], 1e-6)
+        if model == "flux":
+            expected = rotate(normalised, angles, sequence_dim=1)
+        else:
+            expected = rotate(normalised, angles, use_real=False)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- parts ---------------------------------------------------------------------------------------
 
 
