@@ -10,6 +10,7 @@ from ulysses_ops.attention import (
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
 from ulysses_ops.exchange import Exchange
+from ulysses_ops.norm_rope import qk_norm_rope, qk_norm_rope_into
 from ulysses_ops.ops import gather, scatter
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import Window, reserve
@@ -28,6 +29,8 @@ __all__ = [
     "Window",
     "WindowSpec",
     "gather",
+    "qk_norm_rope",
+    "qk_norm_rope_into",
     "reserve",
     "reserve_attention",
     "scatter",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
 from .arguments import backends_of, check_arguments, check_timeout, resolve_device
 from .copy_engine import CopyEngineGroup, SignalKind
@@ -156,6 +157,7 @@ class UlyssesCommunicator:
                 )
                 raise ValueError(message)
             chosen = resolve_device(device)
+            load_kernels(chosen)  # while nothing waits on the device
             return chosen, probe(chosen)
 
         seen, failures = self.agreement.attempt("UlyssesCommunicator", look)
@@ -163,8 +165,7 @@ class UlyssesCommunicator:
             message = f"UlyssesCommunicator: {'; '.join(failures)}"
             raise ValueError(message)
         assert seen is not None
-        stale = _BY_NAME.get(self.name)
-        if stale is not None:
+        if (stale := _BY_NAME.get(self.name)) is not None:
             stale.close()
         chosen, topology = seen
         records = self.agreement.exchange(

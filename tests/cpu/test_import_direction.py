@@ -37,6 +37,8 @@ ORDER = (
     "collective",
     "exchange",
     "ops",
+    "norm_rope_checks",
+    "norm_rope",
     "attention",
     "joint_attention",
     "diffusers_attention",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ PRESENT = (
     "ulysses_ops/tools/replay_benchmark.py",
     STARTER,
 )
+OPTIONAL = ("ulysses_ops/_C_cuda.so", "ulysses_ops/_C_kernels.so")
 SUFFIXES = {".py", ".so", ".typed"}
 LOAD = """
 import sys
@@ -49,10 +51,10 @@ print("loaded")
 """
 
 
-def complaints(names: list[str], *, with_cuda: bool) -> list[str]:
+def complaints(names: list[str], *, optional: Sequence[str] = ()) -> list[str]:
     """What is missing from, or too much in, a wheel with these members."""
     members = [name for name in names if ".dist-info/" not in name]
-    required = [*PRESENT, *(["ulysses_ops/_C_cuda.so"] if with_cuda else [])]
+    required = [*PRESENT, *optional]
     missing = [f"missing: {name}" for name in required if name not in members]
     outside = [
         f"outside the package: {name}"
@@ -98,8 +100,8 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_no_sources(wheel: Path) -> None:
-    built_here = (ROOT / "ulysses_ops" / "_C_cuda.so").exists()
-    assert complaints(zipfile.ZipFile(wheel).namelist(), with_cuda=built_here) == []
+    built_here = [name for name in OPTIONAL if (ROOT / name).exists()]
+    assert complaints(zipfile.ZipFile(wheel).namelist(), optional=built_here) == []
 
 
 @pytest.mark.slow
@@ -113,12 +115,8 @@ def test_wheel_loads_from_another_folder(wheel: Path, tmp_path: Path) -> None:
 
 def test_the_check_sees_a_wrong_wheel() -> None:
     good = [*PRESENT, "ulysses_ops-0.1.0.dist-info/licenses/LICENSE"]
-    assert complaints(good, with_cuda=False) == []
-    assert complaints(good, with_cuda=True) == ["missing: ulysses_ops/_C_cuda.so"]
-    assert complaints(good[1:], with_cuda=False) == ["missing: ulysses_ops/__init__.py"]
-    assert complaints([*good, "graphs/__init__.py"], with_cuda=False) == [
-        "outside the package: graphs/__init__.py"
-    ]
-    assert complaints([*good, "ulysses_ops/plan.cpp"], with_cuda=False) == [
-        "unwanted: ulysses_ops/plan.cpp"
-    ]
+    assert complaints(good) == []
+    assert complaints(good, optional=OPTIONAL) == [f"missing: {name}" for name in OPTIONAL]
+    assert complaints(good[1:]) == ["missing: ulysses_ops/__init__.py"]
+    assert complaints([*good, "graphs/__init__.py"]) == ["outside the package: graphs/__init__.py"]
+    assert complaints([*good, "ulysses_ops/plan.cpp"]) == ["unwanted: ulysses_ops/plan.cpp"]
