@@ -28,13 +28,14 @@ SOURCES = (
 )
 PRESENT = (
     "ulysses_ops/__init__.py",
+    "ulysses_ops/constants.json",
     "ulysses_ops/_C.so",
     "ulysses_ops/graphs/__init__.py",
     "ulysses_ops/ops.py",
     "ulysses_ops/py.typed",
     "ulysses_ops/tools/replay_benchmark.py",
 )
-SUFFIXES = {".py", ".so", ".typed"}
+SUFFIXES = {".json", ".py", ".so", ".typed"}
 LOAD = """
 import sys
 sys.path.insert(0, sys.argv[1])
