@@ -61,7 +61,8 @@ class _Clocks:
 
     def own_copy(self, elems: int) -> None:
         # On a stream of its own, but at the expense of whatever else uses memory meanwhile.
-        self.computing += elems * self._problem.itemsize / (self._constants.own_copy_gbs * 1e3)
+        if self._problem.world_size > 1:
+            self.computing += elems * self._problem.itemsize / (self._constants.own_copy_gbs * 1e3)
 
     def send(self, elems: int) -> None:
         c = self._constants

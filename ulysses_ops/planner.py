@@ -44,12 +44,15 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
 
     Pure: ranks that give the same sizes and constants get the same plan.
     """
-    splits = get_args(ProjectionSplit) if problem.world_size > 2 else ("whole", "peers")
+    # With one peer, its part and that of all peers are the same; with none there is no part.
+    splits = get_args(ProjectionSplit)[: min(problem.world_size, 3)]
     before = {split: forecast_before(problem, constants, split) for split in splits}
     candidates: list[AfterSplit] = [
         (attention, output, 1) for attention, output in product(splits, get_args(OutputSplit))
     ]
-    candidates += [("heads", "slabs", n) for n in HEAD_CHUNKS if problem.can_chunk(n)]
+    candidates += [
+        ("heads", "slabs", n) for n in HEAD_CHUNKS if problem.can_chunk(n) and len(splits) > 1
+    ]
     after = {split: forecast_after(problem, constants, split) for split in candidates}
     projection = min(before, key=lambda split: before[split].total_us)
     rest = min(after, key=lambda split: after[split].total_us)
