@@ -34,6 +34,33 @@ class AttentionWindows:
     out: Window
 
 
+def qkv_specs(
+    comm: UlyssesCommunicator,
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[WindowSpec, WindowSpec, WindowSpec]:
+    """Specs of V, K and Q, in this order, for local shapes ``(B, S_local, H, D)``; one channel."""
+
+    def spec(letter: str, shape: tuple[int, ...]) -> WindowSpec:
+        layout = layout_of_source("ulysses_attention", "scatter", shape, comm.rank, comm.world_size)
+        return WindowSpec.of_layout(f"attention.{letter}", layout, dtype, "attention.qkv")
+
+    return spec("v", kv_shape), spec("k", kv_shape), spec("q", q_shape)
+
+
+def out_specs(queries: WindowSpec, chunks: int = 1) -> list[WindowSpec]:
+    """Specs of the attention's output, by chunks of heads, each of which is a channel."""
+    if chunks == 1:
+        return [WindowSpec("attention.out", "gather", queries.shape, queries.dtype)]
+    batch, seq, heads, head_dim = queries.shape
+    shape = (batch, seq, heads // chunks, head_dim)
+    return [
+        WindowSpec(f"attention.out.{chunk}/{chunks}", "gather", shape, queries.dtype)
+        for chunk in range(chunks)
+    ]
+
+
 def reserve_attention(
     comm: UlyssesCommunicator,
     q_shape: tuple[int, ...],
@@ -44,14 +71,8 @@ def reserve_attention(
 
     Collective; see :func:`ulysses_ops.reserve` for what it raises.
     """
-
-    def spec(letter: str, shape: tuple[int, ...]) -> WindowSpec:
-        layout = layout_of_source("ulysses_attention", "scatter", shape, comm.rank, comm.world_size)
-        return WindowSpec.of_layout(f"attention.{letter}", layout, dtype, "attention.qkv")
-
-    queries = spec("q", q_shape)
-    out = WindowSpec("attention.out", "gather", queries.shape, dtype)
-    windows = reserve(comm, [spec("v", kv_shape), spec("k", kv_shape), queries, out])
+    specs = qkv_specs(comm, q_shape, kv_shape, dtype)
+    windows = reserve(comm, [*specs, *out_specs(specs[2])])
     return AttentionWindows(*windows)
 
 

@@ -189,11 +189,12 @@ void Group::shake(Step step, std::shared_ptr<const std::string> subject,
 }
 
 // The previous round may have been read on another stream: this rank is done only when that stream
-// is. The stream is kept and not an event, since its reads come after the completion.
+// is. The stream is kept and not an event, since its reads come after the completion. The caller
+// follows it too, since it may be about to write own parts straight into windows of the channel.
 void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture) {
   const auto reader = channel.readers.find(capture);
   if (reader != channel.readers.end() && reader->second != caller) {
-    lanes_.order(reader->second, {lanes_.copy(), lanes_.own()}, capture);
+    lanes_.order(reader->second, {lanes_.copy(), lanes_.own(), caller}, capture);
   }
 }
 

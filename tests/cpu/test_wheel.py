@@ -31,6 +31,7 @@ SOURCES = (
 STARTER = "ulysses_commands.py"  # the one module beside the package
 PRESENT = (
     "ulysses_ops/__init__.py",
+    "ulysses_ops/constants.json",
     "ulysses_ops/_C.so",
     "ulysses_ops/graphs/__init__.py",
     "ulysses_ops/ops.py",
@@ -39,7 +40,7 @@ PRESENT = (
     STARTER,
 )
 OPTIONAL = ("ulysses_ops/_C_cuda.so", "ulysses_ops/_C_kernels.so")
-SUFFIXES = {".py", ".so", ".typed"}
+SUFFIXES = {".json", ".py", ".so", ".typed"}
 LOAD = """
 import sys
 sys.path.insert(0, sys.argv[1])

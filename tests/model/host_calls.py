@@ -47,6 +47,8 @@ class Protocol:
     """The caller waits for its own share when it completes."""
     reader_ordered: bool = True
     """An open also waits for the stream that completed the round before, if it is another one."""
+    caller_follows: bool = True
+    """The caller waits for that stream too: it may write own parts in place."""
     one_queue: bool = False
     """All streams of a rank share one hardware queue: one FIFO in the order of issue."""
     late: frozenset[str] = frozenset()
@@ -223,7 +225,8 @@ class Host:
         chain, stream = self._readers.get(channel, ("", ""))
         other = chain == self._lanes["copy"] and stream != self._lanes["caller"]
         if other and self._protocol.reader_ordered:
-            for lane in ("copy", "own"):
+            followers = ["copy", "own", *(["caller"] if self._protocol.caller_follows else [])]
+            for lane in followers:
                 self._order(stream, lane, f"{lane} behind reader {stream} of {channel}")
 
     def _order(self, before: str, after: str, what: str) -> None:
