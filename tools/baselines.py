@@ -33,6 +33,10 @@ class NcclScatter:
         self._packed.copy_(x.unflatten(2, self._heads).permute(2, 0, 1, 3, 4))
         return dist.all_to_all_single(self._received, self._packed, async_op=later)
 
+    def clear(self) -> None:
+        """Fill what was received with NaN bytes, so that it cannot pass for what is to come."""
+        self._received.view(-1).view(torch.uint8).fill_(0xFF)
+
     def result(self) -> Tensor:
         """What was received; one batch needs no unpacking."""
         return self._received.transpose(0, 1).reshape(self._window)
@@ -58,6 +62,10 @@ class NcclGather:
         """Exchange; one batch needs no packing. With ``later``, on NCCL's stream, to wait for."""
         blocks = x.unflatten(1, self._rows).transpose(0, 1).contiguous()
         return dist.all_to_all_single(self._received, blocks, async_op=later)
+
+    def clear(self) -> None:
+        """Fill what was received with NaN bytes, so that it cannot pass for what is to come."""
+        self._received.view(-1).view(torch.uint8).fill_(0xFF)
 
     def result(self) -> Tensor:
         """What was received, unpacked."""

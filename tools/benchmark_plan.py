@@ -13,7 +13,13 @@ from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.parity import ParityJob
 from ulysses_ops.tools.replays import ReplayJob
 from ulysses_ops.tools.report import ResumeFrom
-from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL, SMALL_STEP, Shape, select_shapes
+from ulysses_ops.tools.shapes import (
+    BLOCKS,
+    FUNCTIONAL,
+    FUNCTIONAL_BLOCKS,
+    SMALL_STEP,
+    select_shapes,
+)
 from ulysses_ops.tools.timing import Effort
 
 PRODUCTION_REPLAYS = 200
@@ -171,16 +177,15 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     jobs: list[Any] = []
     if choice.only == "all":
         jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))
-    if sections:
-        jobs.append(BenchmarkJob(fitting, effort, sections, choice.transport))
+    # GEMMs to hide behind take a CPU long: one shape of them will do.
+    for shapes, names in ((fitting, set(sections) - {"load"}), (fitting[:1], {"load"})):
+        wanted = tuple(name for name in sections if name in names)
+        if wanted:
+            jobs.append(BenchmarkJob(shapes, effort, wanted, choice.transport))
     if BLOCK in choice.sections:
-        jobs.append(_functional_block(fitting, effort, choice))
+        blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
+        jobs.append(BlockJob(blocks, effort, choice.variants, transport=choice.transport))
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))
     return Plan(launch, jobs, "functional", is_functional=True)
-
-
-def _functional_block(shapes: tuple[Shape, ...], effort: Effort, choice: Choice) -> BlockJob:
-    rotatable = tuple(shape for shape in shapes if shape.head_dim % 2 == 0)  # RoPE turns pairs
-    return BlockJob(rotatable, effort, choice.variants, transport=choice.transport)

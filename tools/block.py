@@ -85,7 +85,8 @@ def norm_rope(x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor) -> Tens
     """RMS norm of each head, then rotation of neighbouring pairs.
 
     ``y[2i] = x[2i] cos - x[2i+1] sin`` and ``y[2i+1] = x[2i+1] cos + x[2i] sin``, computed in
-    float32. Written with the pairs swapped, rather than stacked, a compiler makes one kernel of it.
+    float32. The pairs are swapped, rather than taken apart and stacked, so that a compiler can make
+    one kernel of it that reads and writes whole rows.
 
     Args:
         x: ``(B, S_local, H, D)``.
@@ -96,7 +97,8 @@ def norm_rope(x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor) -> Tens
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.float()
     swapped = normed.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (normed * cosines + swapped * sines).to(x.dtype)
+    turned: Tensor = normed * cosines + swapped * sines
+    return turned.to(x.dtype)
 
 
 def rope_tables(shape: Shape, context: RankContext) -> tuple[Tensor, Tensor]:

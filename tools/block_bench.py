@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,7 +89,9 @@ class BlockBench:
             self._keep(f"{variant.name}/graph", lambda: self._capture(variant, run, buffers))
 
     def _keep(self, key: str, make: Callable[[], Built]) -> None:
-        """Keep what all ranks could make."""
+        """Keep what all ranks could make, unless it is known not to run."""
+        if key in self.not_run:
+            return
         made = attempt(self.setting.context, make)
         if made.reason or made.value is None:
             self.not_run[key] = made.reason
@@ -157,11 +159,12 @@ class BlockBench:
             if number and not context.agree(time.monotonic() < until):
                 break
         median = sorted(samples)[len(samples) // 2]
-        return max(context.gather(median))
+        slowest: float = max(context.gather(median))
+        return slowest
 
 
 def open_bench(
-    setting: Setting, variants: Sequence[BlockVariant], not_run: dict[str, str]
+    setting: Setting, variants: Sequence[BlockVariant], not_run: Mapping[str, str]
 ) -> BlockBench:
     """Build and check the variants, less those with a reason already. Collective."""
     bench = BlockBench.empty(setting)

@@ -7,6 +7,7 @@ processes. What a step launches, and when its kernels and copies ran, is recorde
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,20 @@ from ulysses_ops.tools.attempts import attempt
 from ulysses_ops.tools.block import DTYPE, WeightStore
 from ulysses_ops.tools.block_bench import BlockBench
 from ulysses_ops.tools.block_rows import BlockSite, open_block
-from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, NOT_BUILT, BlockVariant, select_variants
+from ulysses_ops.tools.block_variants import (
+    COMPUTE,
+    NAIVE,
+    NOT_BUILT,
+    BlockVariant,
+    select_variants,
+)
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.profiled import profile_step
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timeline import Timeline
 from ulysses_ops.tools.zero_cta import NAME as ZERO_CTA
 from ulysses_ops.tools.zero_cta import ZeroCta, bytes_needed
+from ulysses_ops.tools.zero_cta import unavailable as why_no_zero_cta
 
 STALL_S = 45.0  # FlashInfer may have to compile
 
@@ -77,10 +85,13 @@ def unavailable(device: torch.device) -> dict[str, str]:
 def try_variants(
     job: TrialJob, launch: Launch, on_progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Tried]:
-    """Try all variants, in as many launches as there are hangs. Never raises for a variant."""
+    """Try all variants, in as many launches as there are hangs, within the limit of ``launch``.
+
+    Never raises for a variant. What is risky and could not be tried is not run.
+    """
     found: dict[str, Tried] = {}
-    launch = replace(launch, stall_s=min(launch.stall_s, STALL_S))
-    left = job.names
+    until = time.monotonic() + launch.limit_s
+    left, why_not = job.names, "the time limit left none for its trial"
 
     def note(tried: Tried) -> None:
         found[tried.name] = tried
@@ -88,25 +99,32 @@ def try_variants(
     def is_done(name: str) -> bool:
         return name in found and found[name].is_done
 
-    while left:
+    while left and time.monotonic() < until:
+        limit_s = until - time.monotonic()
         try:
             run_ranks(
                 try_rank,
                 replace(job, names=left),
-                launch,
+                replace(launch, limit_s=limit_s, stall_s=min(launch.stall_s, STALL_S)),
                 on_progress=lambda text: on_progress(f"trial: {text}"),
                 on_part=note,
             )
         except RankError as error:
             stuck = next((name for name in left if not is_done(name)), None)
+            if stuck in (COMPUTE, NAIVE) and stuck not in found:
+                why_not = f"no trial: {_last(error)}"
+                break  # nothing can be tried without these
             if stuck in found:  # it works, and its profile does not
-                reasons = {f"{stuck}/profile": _last(error)}
+                reasons = {**found[stuck].not_run, f"{stuck}/profile": _last(error)}
                 found[stuck] = replace(found[stuck], not_run=reasons, is_done=True)
                 job = replace(job, is_profiled=False)
             elif stuck is not None:
                 found[stuck] = Tried(stuck, {stuck: f"did not survive its trial: {_last(error)}"})
         left = tuple(name for name in left if not is_done(name))
-    return found
+    risky = {variant.name for variant in select_variants("all") if variant.is_risky}
+    return found | {
+        name: Tried(name, {name: why_not}) for name in left if name in risky and name not in found
+    }
 
 
 def _last(error: RankError) -> str:
@@ -118,6 +136,10 @@ def open_zero_cta(
     context: RankContext, shapes: Sequence[Shape], not_run: dict[str, str]
 ) -> ZeroCta | None:
     """Memory for NCCL on copy engines, large enough for every shape, or the reason. Collective."""
+    reason = why_no_zero_cta(context.device)
+    if reason:
+        not_run[ZERO_CTA] = reason
+        return None
     size = max(bytes_needed(shape, context.world_size, DTYPE.itemsize) for shape in shapes)
     made = attempt(context, lambda: ZeroCta(context, size))
     if made.reason:

@@ -56,6 +56,7 @@ class BlockVariant:
         build: Allocates and returns the callable. Collective.
         moved_by: What moves the bytes on GPUs; ours asks its communicator.
         is_ours: Captured by ``capture_step``, since copy engines take part.
+        is_risky: Left out unless a trial has shown that it runs.
         unavailable: Why it cannot run on such a device, or an empty text.
     """
 
@@ -63,6 +64,7 @@ class BlockVariant:
     build: Callable[[Setting], Run]
     moved_by: str
     is_ours: bool = False
+    is_risky: bool = False
     unavailable: Callable[[torch.device], str] = lambda device: ""
 
     def transport(self, comm: UlyssesCommunicator) -> str:
@@ -191,18 +193,24 @@ VARIANTS = (
     BlockVariant("packed", packed, "nccl"),
     BlockVariant("overlapped", overlapped, "nccl"),
     BlockVariant(
-        zero_cta.NAME, on_copy_engines, "nccl zero-CTA", unavailable=zero_cta.unavailable
+        zero_cta.NAME,
+        on_copy_engines,
+        "nccl zero-CTA",
+        is_risky=True,
+        unavailable=zero_cta.unavailable,
     ),
     BlockVariant(
         "flashinfer",
         _rival(rivals.open_flashinfer),
         "flashinfer",
+        is_risky=True,
         unavailable=lambda device: rivals.missing("flashinfer", device),
     ),
     BlockVariant(
         "fast_ulysses",
         _rival(rivals.open_fast_ulysses),
         "fast_ulysses",
+        is_risky=True,
         unavailable=lambda device: rivals.missing("fast_ulysses", device),
     ),
 )

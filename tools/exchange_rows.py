@@ -5,6 +5,7 @@ The baseline is NCCL with its packing; on the CPU gloo, without graphs and flat 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 

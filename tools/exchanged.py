@@ -70,6 +70,7 @@ def scatter_of(context: RankContext, comm: UlyssesCommunicator, shape: Shape) ->
 
 
 def gather_of(context: RankContext, comm: UlyssesCommunicator, shape: Shape) -> Exchanged:
+    """Sources are contiguous, as what attention returns is."""
     spec = WindowSpec("bench.gather", "gather", shape.dims, torch.bfloat16)
     (window,) = reserve(comm, [spec])
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
@@ -146,13 +145,29 @@ def _rows_of(loaded: _Loaded, effort: Effort) -> list[Row]:
                 replay = _captured(loaded, key, run, graphs)
                 variants[key] = Variant(replay, CALLS)
         exact = {
-            f"ours/{what}": matches_baseline(context, prepared, variants[f"ours/{what}"].run, 0)
-            for what in ("concurrent", "late")
+            key: _is_exact(loaded, key, variants[key].run)
+            for key in variants
+            if key.endswith(("/concurrent", "/late"))
         }
         times = measure(context, variants, effort, what)
-    return [
-        row for way in WAYS for row in (_beside(loaded, way, times, exact), _late(loaded, way, times, exact))
-    ]
+    rows = []
+    for way in WAYS:
+        rows += [_beside(loaded, way, times, exact), _late(loaded, way, times, exact)]
+    return rows
+
+
+def _is_exact(loaded: _Loaded, key: str, run: Callable[[], object]) -> bool:
+    """Whether what arrives beside other work is what NCCL alone delivers, bit for bit."""
+    context, prepared = loaded.context, loaded.prepared
+    if key.startswith("ours"):
+        return matches_baseline(context, prepared, run, 0)
+    prepared.baseline.clear()
+    context.line_up(f"check of {key}")
+    run()
+    context.finish(f"check of {key}")
+    found = prepared.baseline.result().clone()
+    context.line_up(f"check of {key}")
+    return context.agree(torch.equal(found, prepared.baseline(prepared.source(0))))
 
 
 def _captured(
@@ -180,7 +195,7 @@ def _beside(loaded: _Loaded, way: str, times: dict[str, Summary], exact: dict[st
         "beside GEMMs",
         way,
         concurrent,
-        exact.get(f"{way}/concurrent"),
+        exact[f"{way}/concurrent"],
         {
             "gemms": loaded.chain.count,
             "alone_us": alone.median_us,
@@ -200,7 +215,7 @@ def _late(loaded: _Loaded, way: str, times: dict[str, Summary], exact: dict[str,
         "one rank late",
         way,
         late,
-        exact.get(f"{way}/late"),
+        exact[f"{way}/late"],
         {
             "alone_us": times[f"{way}/alone"].median_us,
             "delay_us": delay.median_us,
@@ -214,7 +229,7 @@ def _row(
     load: str,
     way: str,
     times: Summary,
-    exact: bool | None,
+    exact: bool,
     details: dict[str, Any],
     **more: Any,
 ) -> Row:

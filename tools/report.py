@@ -83,7 +83,9 @@ class Report:
         """Whether a section was finished, in this run or in the one that it resumes."""
         return section in self._finished
 
-    def add(self, section: str, rows: Sequence[Row], not_run: Mapping[str, str] | None = None) -> None:
+    def add(
+        self, section: str, rows: Sequence[Row], not_run: Mapping[str, str] | None = None
+    ) -> None:
         """Finish a section, and hand in everything so far."""
         self._rows += rows
         self._finished.append(section)

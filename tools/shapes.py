@@ -71,6 +71,8 @@ FUNCTIONAL = (
     Shape("batch", "batch of 2", 96, 8, 64, batch=2),
     Shape("odd", "odd row size", 30, 6, 5),
 )
+# Smaller still: a CPU takes its time over the matrix products of a block.
+FUNCTIONAL_BLOCKS = (FUNCTIONAL[0], Shape("batch", "batch of 2", 32, 4, 32, batch=2))
 
 
 def select_shapes(keys: str, among: Sequence[Shape] = PRODUCTION) -> tuple[Shape, ...]:

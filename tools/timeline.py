@@ -2,8 +2,8 @@
 
 The trace is the Chrome format that ``torch.profiler`` exports. Of several marked steps the last
 counts. What belongs to the exchange is a copy to a peer or a kernel of NCCL; it is *hidden* while
-some other kernel runs on the same GPU, and *exposed* else. Waits on signal words leave no event: they
-are part of *idle*, where nothing runs.
+some other kernel runs on the same GPU, and *exposed* else. Waits on signal words leave no event:
+they are part of *idle*, where nothing runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ STEP = "ulysses step"  # the mark around a step
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cuda_runtime", "cuda_driver")
 # Calls that give the GPU something to do; one that other calls make inside is not seen twice.
-LAUNCH = re.compile(r"^(cuda|cu)(LaunchKernel|LaunchCooperative|GraphLaunch|Memcpy|Memset|StreamBatch)")
+LAUNCH = re.compile(
+    r"^(cuda|cu)(LaunchKernel|LaunchCooperative|GraphLaunch|Memcpy|Memset|StreamBatch)"
+)
 LONGEST_NAME = 80
 
 Kind = Literal["kernel", "exchange", "copy"]

@@ -61,8 +61,9 @@ class ZeroCta:
             UlyssesError: what was exchanged did not arrive.
             RuntimeError: NCCL or torch refuses.
         """
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
         self._group: Any = dist.new_group(backend="nccl", pg_options=options)
         self._backend: Any = self._group._get_backend(context.device)
         self.stream = torch.cuda.Stream(context.device)
