@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ulysses_ops._native import NATIVE
 from ulysses_ops.attention import AttentionKernel
+from ulysses_ops.norm_rope import qk_norm_rope_into
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.shapes import Shape
@@ -28,8 +30,8 @@ EPS = 1e-6
 ROPE_BASE = 10_000.0
 EXPANSION = 4  # hidden width of the MLP over that of the block
 
-# (x, weight, cosines, sines) -> x, normalised and rotated
-NormRope = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (x, weight, cosines, sines, out or none) -> x, normalised and rotated
+NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class WeightStore:
         return self._kept[1]
 
 
-def norm_rope(x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def norm_rope(
+    x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor, out: Tensor | None = None
+) -> Tensor:
     """RMS norm of each head, then rotation of neighbouring pairs.
 
     ``y[2i] = x[2i] cos - x[2i+1] sin`` and ``y[2i+1] = x[2i+1] cos + x[2i] sin``, computed in
@@ -93,12 +97,27 @@ def norm_rope(x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor) -> Tens
         weight: ``(D,)``.
         cosines: ``(S_local, 1, D)``, each twice.
         sines: The same, negative at even places.
+        out: Where to write; fresh when left out.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.float()
     swapped = normed.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     turned: Tensor = normed * cosines + swapped * sines
-    return turned.to(x.dtype)
+    return turned.to(x.dtype) if out is None else out.copy_(turned)
+
+
+def fused_norm_rope(cosines: Tensor, sines: Tensor) -> NormRope:
+    """:func:`norm_rope` by the compiled kernel of the package, for these tables alone."""
+    cos, sin = cosines[:, 0, ::2].contiguous(), sines[:, 0, 1::2].contiguous()
+
+    def run(
+        x: Tensor, weight: Tensor, cosines: Tensor, sines: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        qk_norm_rope_into([x], [], [out], [], q_weight=weight, cos=cos, sin=sin, eps=EPS)
+        return out
+
+    return run
 
 
 def rope_tables(shape: Shape, context: RankContext) -> tuple[Tensor, Tensor]:
@@ -133,12 +152,18 @@ class Block:
         weights: BlockWeights,
         attention: AttentionKernel,
     ) -> Block:
-        """Prepare the block of this rank; on GPUs its norm and rotation are one compiled kernel."""
+        """Prepare the block of this rank; on GPUs its norm and rotation are one compiled kernel.
+
+        That of the package where it is loaded, else one that Inductor makes: every variant runs
+        the same.
+        """
         fused: NormRope = norm_rope
-        if context.device.type == "cuda":
+        tables = rope_tables(shape, context)
+        if context.device.type == "cuda" and NATIVE.kernels:
+            fused = fused_norm_rope(*tables)
+        elif context.device.type == "cuda":
             # One thread: helper processes of the compiler would outlive a rank that is ended.
             fused = torch.compile(norm_rope, dynamic=False, options={"compile_threads": 1})
-        tables = rope_tables(shape, context)
         return cls(shape, context.world_size, weights, attention, fused, *tables)
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -152,12 +177,12 @@ class Block:
     def keys(self, x: Tensor) -> Tensor:
         """K, normalised and rotated."""
         heads = self._heads(x, self.weights.k)
-        return self.norm_rope(heads, self.weights.k_norm, self.cosines, self.sines)
+        return self.norm_rope(heads, self.weights.k_norm, self.cosines, self.sines, None)
 
     def queries(self, x: Tensor) -> Tensor:
         """Q, normalised and rotated."""
         heads = self._heads(x, self.weights.q)
-        return self.norm_rope(heads, self.weights.q_norm, self.cosines, self.sines)
+        return self.norm_rope(heads, self.weights.q_norm, self.cosines, self.sines, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of ``(B, S_global, H_local, D)`` each."""

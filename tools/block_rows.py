@@ -13,7 +13,8 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.attention_rows import choose_attention
 from ulysses_ops.tools.block import DTYPE, Block, WeightStore
 from ulysses_ops.tools.block_bench import BlockBench, Built, open_bench
-from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant, Setting
+from ulysses_ops.tools.block_setting import Setting
+from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.paired import tax_percent
 from ulysses_ops.tools.results import Row
@@ -110,7 +111,7 @@ def _row(
         if theirs is not None and variant.name == OURS
     }
     same = naive[mode]
-    sent = 0 if variant.name == COMPUTE else 4  # V, K, Q and the output
+    sent = 0 if variant.is_blind else 4  # V, K, Q and the output
     return Row.of_times(
         OP,
         shape,
@@ -128,5 +129,9 @@ def _row(
         tax_quartiles=None if tax is None else tax.quartiles,
         host_us=host_us,
         peak_bytes=built.peak_bytes,
-        details={"variant": variant.name, "rounds": len(mine.round_us)},
+        details={
+            "variant": variant.name,
+            "rounds": len(mine.round_us),
+            "relative_error": built.error,
+        },
     )

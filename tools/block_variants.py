@@ -7,7 +7,6 @@ line in ``VARIANTS``. What it allocates is closed by ``Setting.closing``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -16,35 +15,16 @@ from torch import Tensor
 from ulysses_ops.attention import reserve_attention
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
+from ulysses_ops.schedule import PEERS_FIRST
 from ulysses_ops.tools import rivals, zero_cta
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PackedScatter
-from ulysses_ops.tools.block import DTYPE, Block
-from ulysses_ops.tools.launch import RankContext
-
-Run = Callable[[Tensor], Tensor]
+from ulysses_ops.tools.block import DTYPE
+from ulysses_ops.tools.block_setting import Run, Setting
+from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE, SplitAlone, layer_variant
 
 COMPUTE = "compute"
 OURS = "ours"
 NAIVE = "naive"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a variant is built from.
-
-    Attributes:
-        context: This rank.
-        comm: Communicator of this shape.
-        block: What is computed.
-        zero_cta: Memory and group for NCCL on copy engines, where that works.
-        closing: Closes what a variant opens, when the shape is done.
-    """
-
-    context: RankContext
-    comm: UlyssesCommunicator
-    block: Block
-    zero_cta: zero_cta.ZeroCta | None
-    closing: ExitStack
 
 
 @dataclass(frozen=True)
@@ -56,6 +36,9 @@ class BlockVariant:
         build: Allocates and returns the callable. Collective.
         moved_by: What moves the bytes on GPUs; ours asks its communicator.
         is_ours: Captured by ``capture_step``, since copy engines take part.
+        compares_bits: Runs the kernels of the naive variant. Parts of a projection are products of
+            other sizes, perhaps by other kernels, and slabs are rounded one by one.
+        is_blind: Exchanges nothing, so that its output means nothing.
         is_risky: Left out unless a trial has shown that it runs.
         unavailable: Why it cannot run on such a device, or an empty text.
     """
@@ -64,11 +47,15 @@ class BlockVariant:
     build: Callable[[Setting], Run]
     moved_by: str
     is_ours: bool = False
+    compares_bits: bool = True
+    is_blind: bool = False
     is_risky: bool = False
     unavailable: Callable[[torch.device], str] = lambda device: ""
 
     def transport(self, comm: UlyssesCommunicator) -> str:
         """What moves the bytes here."""
+        if self.is_blind:
+            return "none"
         if self.is_ours:
             return comm.transport
         return self.moved_by if comm.device.type == "cuda" or self.name == COMPUTE else "gloo"
@@ -187,9 +174,20 @@ def _rival(open_rival: Callable[[rivals.Site], rivals.Rival]) -> Callable[[Setti
 
 
 VARIANTS = (
-    BlockVariant(COMPUTE, compute_only, "none"),
+    BlockVariant(COMPUTE, compute_only, "none", is_blind=True),
     BlockVariant(OURS, ours, "", is_ours=True),
     BlockVariant(NAIVE, naive, "nccl"),
+    *(
+        BlockVariant(name, layer_variant(schedule), "", is_ours=True, compares_bits=False)
+        for name, schedule in SCHEDULES.items()
+    ),
+    BlockVariant(
+        SPLIT_ALONE,
+        layer_variant(PEERS_FIRST, SplitAlone),
+        "none",
+        is_ours=True,
+        is_blind=True,
+    ),
     BlockVariant("packed", packed, "nccl"),
     BlockVariant("overlapped", overlapped, "nccl"),
     BlockVariant(

@@ -27,17 +27,17 @@ from ulysses_ops.tools.block import (
 )
 from ulysses_ops.tools.block_job import BlockJob
 from ulysses_ops.tools.block_rows import BlockSite, block_rows
+from ulysses_ops.tools.block_setting import Run, Setting
 from ulysses_ops.tools.block_trial import TrialJob, Tried, try_rank, try_variants
 from ulysses_ops.tools.block_variants import (
     COMPUTE,
     NAIVE,
     OURS,
     BlockVariant,
-    Run,
-    Setting,
     select_variants,
 )
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
+from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL_BLOCKS, Shape
@@ -45,7 +45,7 @@ from ulysses_ops.tools.timing import Effort
 
 TINY, BATCH = FUNCTIONAL_BLOCKS
 EFFORT = Effort(2, 0.5)
-RUN_ON_CPU = {COMPUTE, OURS, NAIVE, "packed", "overlapped"}
+RUN_ON_CPU = {COMPUTE, OURS, NAIVE, "packed", "overlapped", *SCHEDULES, SPLIT_ALONE}
 
 
 def cpu_ranks() -> Launch:
@@ -138,9 +138,11 @@ def test_blocks_run_on_two_cpu_ranks() -> None:
     for rows in by_shape.values():
         assert {(row.details or {})["variant"] for row in rows} == RUN_ON_CPU
         for row in rows:
-            is_compute = (row.details or {})["variant"] == COMPUTE
-            assert row.exact is (None if is_compute else True)
-            assert (row.tax_percent is None) is is_compute
+            details = row.details or {}
+            name = details["variant"]
+            assert row.exact is (None if name in {COMPUTE, SPLIT_ALONE, *SCHEDULES} else True)
+            assert (details["relative_error"] is not None) is (name in SCHEDULES)
+            assert (row.tax_percent is None) is (name == COMPUTE)
             assert row.host_us is not None and row.spread_us is not None
     assert outcome.not_run["block: flashinfer"] == "needs GPUs"
     assert outcome.not_run["block: zero-CTA"] == "needs GPUs and NCCL"
@@ -160,6 +162,10 @@ def _one_wrong_and_one_broken(
 
         return run
 
+    def far_off(setting: Setting) -> Run:
+        right = next(v for v in select_variants("all") if v.name == NAIVE).build(setting)
+        return lambda x: right(x) * (1.02 if context.rank == 1 else 1.0)
+
     def broken(setting: Setting) -> Run:
         if context.rank == 1:
             message = "no such kernel\nand a long explanation"
@@ -178,6 +184,7 @@ def _one_wrong_and_one_broken(
     variants = (
         *select_variants(NAIVE),
         BlockVariant("wrong", wrong, "nobody"),
+        BlockVariant("far off", far_off, "nobody", compares_bits=False),
         BlockVariant("broken", broken, "nobody"),
         BlockVariant("breaks later", breaks_later, "nobody"),
     )
@@ -192,6 +199,7 @@ def test_a_wrong_output_is_seen_and_a_broken_variant_has_a_reason_and_no_row() -
     for rows, not_run in by_rank:
         exact = {(row.details or {})["variant"]: row.exact for row in rows}
         assert exact == {COMPUTE: None, NAIVE: True, "wrong": False}
+        assert not_run.pop("far off/eager").startswith("its output is off by 2.")
         assert not_run == {
             "skipped": "known before",
             "broken": "rank 1: RuntimeError: no such kernel",

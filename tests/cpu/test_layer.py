@@ -80,7 +80,7 @@ def transformed(rank: int, world_size: int, batch: int) -> None:
             x, cos, sin = layer.inputs(rank, world_size)
             q, k, v = layer.projected()
             for projection in ("whole", "peers", "destinations"):
-                schedule = Schedule(projection, "peers", "slabs")  # type: ignore[arg-type]
+                schedule = Schedule(projection, "peers", "slabs")
                 module = layer.sharded(comm, schedule=schedule)
                 got = module(x, cos, sin)
                 for found, whole in zip(windows_of(module, x, schedule), (v, k, q), strict=True):
@@ -292,10 +292,10 @@ def from_modules(rank: int, world_size: int) -> None:
             assert layer.q.weight is getattr(module, names[0]).weight
             q, k, v = (getattr(module, name)(x) for name in names[:3])
             if kind == "across_heads":
-                q, k = module.norm_q(q), module.norm_k(k)
+                q, k = (getattr(module, name)(t) for name, t in (("norm_q", q), ("norm_k", k)))
             q, k, v = (t.unflatten(-1, (4, 4)) for t in (q, k, v))
             if kind == "per_head":
-                q, k = module.norm_q(q), module.norm_k(k)
+                q, k = (getattr(module, name)(t) for name, t in (("norm_q", q), ("norm_k", k)))
             expected = layer.out(sdpa(q, k, v).flatten(2))
             with torch.no_grad():
                 got = layer(rows_of(x, comm))

@@ -170,7 +170,7 @@ def test_groups_hold_every_peer_once_in_rotated_order(world_size: int) -> None:
     for rank in range(world_size):
         rotated = [(rank + step) % world_size for step in range(1, world_size)]
         for split in ("peers", "destinations"):
-            groups = peer_groups(world_size, rank, split)  # type: ignore[arg-type]
+            groups = peer_groups(world_size, rank, split)
             assert [peer for group in groups for peer in group] == rotated
             assert all(groups)
         assert len(peer_groups(world_size, rank, "peers")) <= 2
