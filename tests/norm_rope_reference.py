@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ulysses_ops.tools.norm_rope_rows import last_places
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -95,18 +97,6 @@ def _expected(x: Tensor, name: str, options: dict[str, object], rope: str | None
         return torch.view_as_real(pairs * turn).reshape(z.shape)
     turned = torch.complex(z[..., : dim // 2], z[..., dim // 2 :]) * turn
     return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def last_places(got: Tensor, expected: Tensor) -> Tensor:
-    """How many values of ``got``'s dtype lie between it and ``expected`` rounded to that dtype."""
-    bits = torch.int32 if got.dtype == torch.float32 else torch.int16
-    largest = torch.iinfo(bits).max
-
-    def place(x: Tensor) -> Tensor:
-        number = x.contiguous().view(bits).long()
-        return torch.where(number >= 0, number, -(number & largest))
-
-    return (place(got) - place(expected.to(got.dtype))).abs()
 
 
 @dataclass(frozen=True)
