@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class Problem:
 
     q: Tensor
     k: Tensor
-    options: dict[str, object]
+    options: dict[str, Any]
 
     def expected(self, rope: str | None = None) -> tuple[Tensor, Tensor]:
         """Both results in float64; with another style of pairs, if one is given."""
@@ -46,7 +47,7 @@ def make_problem(
     def noise(*sizes: int, to: torch.dtype, around: float = 0.0) -> Tensor:
         return (torch.randn(sizes, generator=generator) + around).to(device, to)
 
-    options: dict[str, object] = {"norm": norm, "rope": rope, "eps": 1e-6}
+    options: dict[str, Any] = {"norm": norm, "rope": rope, "eps": 1e-6}
     for name, count in heads_of.items():
         if norm != "none":
             sizes = (dim,) if norm == "per_head" else (count * dim,)
@@ -57,15 +58,15 @@ def make_problem(
         frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
         angles = torch.arange(rows, dtype=torch.float64)[:, None] * frequencies + 0.3
         if full_table:
-            twice = {"interleaved": lambda a: a.repeat_interleave(2, 1)}
-            angles = twice.get(rope, lambda a: torch.cat((a, a), 1))(angles)
+            together = rope == "interleaved"
+            angles = angles.repeat_interleave(2, 1) if together else torch.cat((angles, angles), 1)
         options["cos"] = angles.cos().to(device, torch.float32)
         options["sin"] = angles.sin().to(device, torch.float32)
     q, k = (noise(batch, rows, count, dim, to=dtype) for count in heads_of.values())
     return Problem(q, k, options)
 
 
-def _expected(x: Tensor, name: str, options: dict[str, object], rope: str | None) -> Tensor:
+def _expected(x: Tensor, name: str, options: dict[str, Any], rope: str | None) -> Tensor:
     def given(key: str) -> Tensor | None:
         found = options.get(key)
         return found.double() if isinstance(found, Tensor) else None
@@ -75,8 +76,7 @@ def _expected(x: Tensor, name: str, options: dict[str, object], rope: str | None
     bias, weight = given(f"{name}_bias"), given(f"{name}_weight")
     if bias is not None:
         flat = flat + bias
-    eps = options["eps"]
-    assert isinstance(eps, float)
+    eps: float = options["eps"]
     if options["norm"] == "across_heads":
         flat = flat / ((flat * flat).sum(-1, keepdim=True) / (heads * dim) + eps).sqrt()
         flat = flat if weight is None else flat * weight
@@ -127,14 +127,17 @@ class Distance:
 def strided_like(x: Tensor, kind: str) -> Tensor:
     """Memory for ``x.shape`` of another kind, filled with NaN."""
     batch, rows, heads, dim = x.shape
-    options = {"dtype": x.dtype, "device": x.device}
+    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
+    view: Tensor
     if kind == "fused":  # one of three in a fused projection
-        return torch.full((batch, rows, 3, heads, dim), torch.nan, **options)[:, :, 1]
-    if kind == "pitched":  # rows of a wider buffer, batches apart
+        view = torch.full((batch, rows, 3, heads, dim), torch.nan, **options)[:, :, 1]
+    elif kind == "pitched":  # rows of a wider buffer, batches apart
         room = torch.full((batch, rows + 3, heads + 2, dim), torch.nan, **options)
-        return room[:, 1 : rows + 1, 1 : heads + 1]
-    assert kind == "contiguous"
-    return torch.full(x.shape, torch.nan, **options)
+        view = room[:, 1 : rows + 1, 1 : heads + 1]
+    else:
+        assert kind == "contiguous"
+        view = torch.full(x.shape, torch.nan, **options)
+    return view
 
 
 def strided(x: Tensor, kind: str) -> Tensor:

@@ -51,7 +51,7 @@ def test_values(norm: str, rope: str, full_table: bool, dtype: torch.dtype) -> N
         bias=True,
     )
     for got, expected in zip(
-        qk_norm_rope(problem.q, problem.k, **problem.options),  # type: ignore[arg-type]
+        qk_norm_rope(problem.q, problem.k, **problem.options),
         problem.expected(),
         strict=True,
     ):
@@ -63,13 +63,13 @@ def test_values(norm: str, rope: str, full_table: bool, dtype: torch.dtype) -> N
 def test_the_check_sees_the_other_style(rope: str) -> None:
     problem = make_problem((1, 6, 2, 16), rope=rope)
     other = "half_split" if rope == "interleaved" else "interleaved"
-    got, _ = qk_norm_rope(problem.q, problem.k, **problem.options)  # type: ignore[arg-type]
+    got, _ = qk_norm_rope(problem.q, problem.k, **problem.options)
     assert Distance.of(got, problem.expected(rope=other)[0]).percent_within_1 < 50
 
 
 def test_the_check_sees_another_norm() -> None:
     problem = make_problem((1, 6, 2, 16), norm="across_heads", rope="none")
-    got, _ = qk_norm_rope(problem.q, problem.k, **problem.options)  # type: ignore[arg-type]
+    got, _ = qk_norm_rope(problem.q, problem.k, **problem.options)
     per_head = replace(
         problem,
         options={"norm": "per_head", "rope": "none", "eps": 1e-6},
@@ -115,7 +115,7 @@ def test_what_models_do(model: str) -> None:
     norm = "across_heads" if model == "wan" else "per_head"
     full = model != "qwen"
     problem = make_problem((2, 9, 4, 32), norm=norm, full_table=full)
-    o: dict[str, Any] = problem.options
+    o = problem.options
     cos, sin = o["cos"], o["sin"]
     found = qk_norm_rope(problem.q, problem.k, **o)
     for got, x, weight in zip(
@@ -134,7 +134,7 @@ def test_what_models_do(model: str) -> None:
 def test_what_diffusers_does(model: str) -> None:
     embeddings = pytest.importorskip("diffusers.models.embeddings")
     problem = make_problem((2, 9, 4, 32), full_table=model == "flux")
-    o: dict[str, Any] = problem.options
+    o = problem.options
     if model == "flux":
         angles: Any = (o["cos"], o["sin"])
         rotate = embeddings.apply_rotary_emb
@@ -180,7 +180,7 @@ def test_parts(
         cut(problem.q, q_in, kind),
         cut(problem.k, k_in, kind),
         *outs,
-        **problem.options,  # type: ignore[arg-type]
+        **problem.options,
     )
     for parts, expected in zip(outs, problem.expected(), strict=True):
         assert_close(torch.cat(parts, dim=2), expected)
@@ -196,7 +196,7 @@ def test_own_heads_go_straight_into_a_window() -> None:
         [problem.k],
         [staging, window[:, 4:8]],
         [k_out],
-        **problem.options,  # type: ignore[arg-type]
+        **problem.options,
     )
     expected = problem.expected()[0]
     assert_close(staging, expected[:, :, :3])
@@ -206,7 +206,7 @@ def test_own_heads_go_straight_into_a_window() -> None:
 
 def test_one_of_q_and_k_alone() -> None:
     problem = make_problem((1, 4, 2, 16))
-    o: dict[str, Any] = problem.options
+    o = problem.options
     out = torch.empty_like(problem.k)
     qk_norm_rope_into([], [problem.k], [], [out], **{k: v for k, v in o.items() if k[:2] != "q_"})
     assert_close(out, problem.expected()[1])
@@ -216,7 +216,7 @@ def test_strides_of_size_1_dimensions_mean_nothing() -> None:
     problem = make_problem((1, 1, 1, 16))
     q = problem.q.as_strided((1, 1, 1, 16), (0, 0, 0, 1))
     out = torch.empty_like(problem.q)
-    o: dict[str, Any] = problem.options
+    o = problem.options
     qk_norm_rope_into([q], [], [out], [], **{k: v for k, v in o.items() if k[:2] != "k_"})
     assert_close(out, problem.expected()[0])
 
@@ -224,7 +224,7 @@ def test_strides_of_size_1_dimensions_mean_nothing() -> None:
 @pytest.mark.parametrize("shape", [(0, 4, 2, 16), (2, 0, 2, 16), (2, 4, 0, 16)])
 def test_nothing_at_all(shape: tuple[int, int, int, int]) -> None:
     problem = make_problem(shape)
-    for got in qk_norm_rope(problem.q, problem.k, **problem.options):  # type: ignore[arg-type]
+    for got in qk_norm_rope(problem.q, problem.k, **problem.options):
         assert got.shape == shape
 
 
@@ -232,7 +232,7 @@ def test_the_functional_form_copies_what_it_cannot_read_in_place() -> None:
     problem = make_problem((2, 5, 4, 16))
     q = problem.q.transpose(1, 2).contiguous().transpose(1, 2)
     k = torch.empty(problem.k.numel() + 1)[1:].view(problem.k.shape).copy_(problem.k)
-    found = qk_norm_rope(q, k, **problem.options)  # type: ignore[arg-type]
+    found = qk_norm_rope(q, k, **problem.options)
     for got, expected in zip(found, problem.expected(), strict=True):
         assert_close(got, expected)
 
@@ -294,7 +294,10 @@ def test_head_dims_that_do_not_fit(dim: int) -> None:
 
 def test_weights_of_two_dtypes_are_refused() -> None:
     x = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
-    weights = {"q_weight": torch.ones(16), "k_weight": torch.ones(16, dtype=torch.bfloat16)}
+    weights: dict[str, Any] = {
+        "q_weight": torch.ones(16),
+        "k_weight": torch.ones(16, dtype=torch.bfloat16),
+    }
     with pytest.raises(ValueError, match="q_weight and k_weight differ in dtype"):
         qk_norm_rope(x, x, rope="none", **weights)
 
@@ -302,7 +305,7 @@ def test_weights_of_two_dtypes_are_refused() -> None:
 def test_backward_is_refused() -> None:
     problem = make_problem((1, 4, 2, 16))
     q = problem.q.requires_grad_()
-    got, _ = qk_norm_rope(q, problem.k, **problem.options)  # type: ignore[arg-type]
+    got, _ = qk_norm_rope(q, problem.k, **problem.options)
     with pytest.raises(NotImplementedError, match="it has no backward"):
         got.sum().backward()
 
@@ -353,7 +356,7 @@ def test_compiled_functional_form_equals_the_eager_one() -> None:
     problem = make_problem((2, 6, 4, 16), norm="across_heads")
 
     def step(q: Tensor, k: Tensor) -> Tensor:
-        first, second = qk_norm_rope(q, k, **problem.options)  # type: ignore[arg-type]
+        first, second = qk_norm_rope(q, k, **problem.options)
         return first * 2 + second
 
     torch._dynamo.reset()

@@ -43,7 +43,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 def functional(problem: Problem) -> tuple[Tensor, Tensor]:
-    return qk_norm_rope(problem.q, problem.k, **problem.options)  # type: ignore[arg-type]
+    return qk_norm_rope(problem.q, problem.k, **problem.options)
 
 
 def assert_right(problem: Problem) -> None:
@@ -159,7 +159,7 @@ def test_parts(
         options = {
             key: value for key, value in problem.options.items() if q_in or not key.startswith("q_")
         }
-        qk_norm_rope_into(*ins, *outs, **options)  # type: ignore[arg-type]
+        qk_norm_rope_into(*ins, *outs, **options)
         for parts, expected in zip(outs, problem.expected(), strict=True):
             if parts:
                 assert_close(torch.cat(parts, dim=2), expected)
