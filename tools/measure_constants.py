@@ -36,7 +36,8 @@ from ulysses_ops.tools.handshake_rows import handshake_rows
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.peer_copy import PeerCopy
-from ulysses_ops.tools.results import read_commit, read_machine
+from ulysses_ops.tools.results import read_machine
+from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.shapes import FUNCTIONAL, PRODUCTION, Shape
 from ulysses_ops.tools.timing import Effort, Variant, measure
 from ulysses_ops.window_spec import WindowSpec

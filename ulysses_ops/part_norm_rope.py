@@ -140,4 +140,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeKind) -> Tensor:
         swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     # The same for every head.
     cos, sin = (table.to(x.dtype)[..., pairs].unsqueeze(-2) for table in (cos, sin))
-    return x * cos + swapped * torch.where(is_first, -sin, sin)
+    turned: Tensor = x * cos + swapped * torch.where(is_first, -sin, sin)
+    return turned
