@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .constants import Constants, RateTable, rate_at
+from .constants import Constants, rate_at
 from .schedule import AttentionSplit, OutputSplit, Problem, ProjectionSplit, peer_groups
 
 AfterSplit = tuple[AttentionSplit, OutputSplit, int]  # the last: chunks of heads
@@ -34,6 +34,20 @@ class Forecast:
         return self.total_us - self.waited_us
 
 
+def gemm_gflop(rows: int, columns: int, depth: int, num_sms: int, tile: tuple[int, int]) -> float:
+    """Size of a GEMM in GFLOP, the idle SMs of its last wave counted as if they worked."""
+    tiles = math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+    return math.ceil(tiles / num_sms) * num_sms * 2 * tile[0] * tile[1] * depth / 1e9
+
+
+def attention_gflop(
+    heads: int, rows: int, keys: int, head_dim: int, num_sms: int, tile_rows: int
+) -> float:
+    """The same for attention of ``rows`` queries with ``keys`` keys; heads of all batches."""
+    tiles = heads * math.ceil(rows / tile_rows)
+    return math.ceil(tiles / num_sms) * num_sms * 4 * tile_rows * keys * head_dim / 1e9
+
+
 class _Clocks:
     """A computing stream and a copy stream; the ranks are taken to be alike."""
 
@@ -44,16 +58,15 @@ class _Clocks:
 
     def gemm(self, columns: int, depth: int) -> None:
         c, p = self._constants, self._problem
-        tile_rows, tile_columns = c.gemm_tile
         rows = p.batch * (p.seq // p.world_size)
-        tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
-        self.computing += _waves_us(tiles, 2 * tile_rows * tile_columns * depth, c, c.gemm_rates)
+        gflop = gemm_gflop(rows, columns, depth, c.num_sms, c.gemm_tile)
+        self.computing += gflop / rate_at(c.gemm_rates, gflop) * 1e3
 
     def attention(self, rows: int, heads: int) -> None:
         c, p = self._constants, self._problem
-        tiles = p.batch * heads * math.ceil(rows / c.attention_tile_rows)
-        flop = 4 * c.attention_tile_rows * p.seq * p.head_dim
-        self.computing += _waves_us(tiles, flop, c, c.attention_rates)
+        sizes = (p.batch * heads, rows, p.seq, p.head_dim)
+        gflop = attention_gflop(*sizes, c.num_sms, c.attention_tile_rows)
+        self.computing += gflop / rate_at(c.attention_rates, gflop) * 1e3
 
     def elementwise(self, elems: float, passes: float = 2.0) -> None:
         num_bytes = passes * elems * self._problem.itemsize
@@ -80,12 +93,6 @@ class _Clocks:
             self.computing += wait
             self.waited += wait
             self._is_open = False
-
-
-def _waves_us(tiles: int, flop_of_tile: int, constants: Constants, rates: RateTable) -> float:
-    waves = math.ceil(tiles / constants.num_sms)
-    gflop = waves * constants.num_sms * flop_of_tile / 1e9
-    return gflop / rate_at(rates, gflop) * 1e3
 
 
 class _Projection:

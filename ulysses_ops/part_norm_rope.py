@@ -129,9 +129,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeKind) -> Tensor:
-    cos, sin = (table.to(x.dtype).unsqueeze(-2) for table in (cos, sin))  # the same for every head
+    # Swapped pairs and looked-up angles, instead of parts put together: that fuses into one kernel.
+    places = torch.arange(x.shape[-1], device=x.device)
     if rope == "interleaved":
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        pairs, is_first = places // 2, places % 2 == 0
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        half = x.shape[-1] // 2
+        pairs, is_first = places % half, places < half
+        swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    # The same for every head.
+    cos, sin = (table.to(x.dtype)[..., pairs].unsqueeze(-2) for table in (cos, sin))
+    turned: Tensor = x * cos + swapped * torch.where(is_first, -sin, sin)
+    return turned

@@ -6,7 +6,7 @@ the right ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -57,6 +57,17 @@ class Layer:
     cos: Tensor | None
     sin: Tensor | None
 
+    def on(self, device: str) -> Layer:
+        """The same layer on a device."""
+        return replace(
+            self,
+            tensors={name: tensor.to(device) for name, tensor in self.tensors.items()},
+            norms={name: tensor.to(device) for name, tensor in self.norms.items()},
+            x=self.x.to(device),
+            cos=None if self.cos is None else self.cos.to(device),
+            sin=None if self.sin is None else self.sin.to(device),
+        )
+
     def sharded(self, comm: UlyssesCommunicator, **options: Any) -> UlyssesAttention:
         """The layer under test."""
         return UlyssesAttention.from_weights(
@@ -74,19 +85,20 @@ class Layer:
 
     def inputs(self, rank: int, world_size: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What one rank holds of the whole input and of the angles."""
-        tables = (
+        cos, sin = (
             None if table is None else table.chunk(world_size)[rank]
             for table in (self.cos, self.sin)
         )
-        return self.x.chunk(world_size, dim=1)[rank], *tables
+        return self.x.chunk(world_size, dim=1)[rank], cos, sin
 
     def projected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the whole sequence and of all heads, by one process."""
 
         def heads_of(name: str) -> Tensor:
             bias = self.tensors.get(f"{name}_bias")
-            heads: Tensor = F.linear(self.x, self.tensors[name], bias)
-            return heads.unflatten(-1, (-1, HEAD_DIM))
+            product = F.linear(self.x, self.tensors[name], bias)
+            heads: Tensor = product.unflatten(-1, (-1, HEAD_DIM))
+            return heads
 
         def transformed(name: str) -> Tensor:
             heads = heads_of(name)
@@ -111,13 +123,14 @@ def layer_of(
     world_size: int,
     *,
     batch: int = 1,
+    rows: int = ROWS,
     heads: int = 2,
     kv_heads: int = 2,
     with_bias: bool = False,
     norm_rope: NormRope | None = None,
     seed: int = 0,
 ) -> Layer:
-    """A layer with ``heads`` and ``kv_heads`` on each rank."""
+    """A layer with ``rows``, ``heads`` and ``kv_heads`` on each rank."""
     kind = norm_rope or NormRope()
     generator = torch.Generator().manual_seed(seed)
 
@@ -136,8 +149,8 @@ def layer_of(
         for name in ("q", "k"):
             size = HEAD_DIM if kind.norm == "per_head" else sizes[name]
             norms[f"{name}_norm"] = 1 + torch.rand(size, generator=generator, dtype=torch.float64)
-    rows = ROWS * world_size
-    angles = torch.rand(rows, HEAD_DIM // 2, generator=generator, dtype=torch.float64) * 6.3
+    seq = rows * world_size
+    angles = torch.rand(seq, HEAD_DIM // 2, generator=generator, dtype=torch.float64) * 6.3
     has_rope = kind.rope != "none"
     return Layer(
         heads * world_size,
@@ -145,7 +158,7 @@ def layer_of(
         tensors,
         norms,
         kind,
-        numbers(batch, rows, WIDTH),
+        numbers(batch, seq, WIDTH),
         angles.cos() if has_rope else None,
         angles.sin() if has_rope else None,
     )
