@@ -15,7 +15,8 @@ from ulysses_ops.tools.baselines import NcclGather, NcclScatter
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.shapes import Shape
-from ulysses_ops.windows import Window, WindowSpec, reserve
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 CALLS = 8  # calls in a graph: one replay shows the operator as it is inside a larger graph
 ROTATED_BYTES = 256 << 20  # of sources used in turn, so that no cache holds them all
