@@ -57,6 +57,7 @@ class GemmChain:
 
     def fit(self, context: RankContext, exchanges: list[Callable[[], object]]) -> None:
         """Make the chain longer than any of the exchanges alone. Collective."""
+        self.count = 1
         gemm_us = _quick_us(context, self.run)
         longest_us = max(_quick_us(context, run) for run in exchanges)
         wanted = max(context.gather(CHAIN_LENGTH * longest_us / gemm_us))
@@ -135,7 +136,6 @@ def _rows_of(loaded: _Loaded, effort: Effort) -> list[Row]:
     context, prepared = loaded.context, loaded.prepared
     what = f"{prepared.shape.title}, {prepared.op} beside other work"
     context.progress(what)
-    loaded.chain.count = 1
     loaded.chain.fit(context, [loaded.ours, loaded.baseline])
     steps = loaded.steps()
     variants = {key: Variant(run) for key, run in steps.items()}
@@ -150,10 +150,8 @@ def _rows_of(loaded: _Loaded, effort: Effort) -> list[Row]:
             if key.endswith(("/concurrent", "/late"))
         }
         times = measure(context, variants, effort, what)
-    rows = []
-    for way in WAYS:
-        rows += [_beside(loaded, way, times, exact), _late(loaded, way, times, exact)]
-    return rows
+    rows_of = (_beside, _late)
+    return [row_of(loaded, way, times, exact) for way in WAYS for row_of in rows_of]
 
 
 def _is_exact(loaded: _Loaded, key: str, run: Callable[[], object]) -> bool:
@@ -198,9 +196,9 @@ def _beside(loaded: _Loaded, way: str, times: dict[str, Summary], exact: dict[st
         exact[f"{way}/concurrent"],
         {
             "gemms": loaded.chain.count,
-            "alone_us": alone.median_us,
-            "chain_us": times["/chain"].median_us,
-            "serial_us": serial.median_us,
+            "alone_us": round(alone.median_us, 3),
+            "chain_us": round(times["/chain"].median_us, 3),
+            "serial_us": round(serial.median_us, 3),
         },
         hidden_percent=hidden.median,
         hidden_quartiles=hidden.quartiles,
@@ -217,9 +215,9 @@ def _late(loaded: _Loaded, way: str, times: dict[str, Summary], exact: dict[str,
         late,
         exact[f"{way}/late"],
         {
-            "alone_us": times[f"{way}/alone"].median_us,
-            "delay_us": delay.median_us,
-            "beyond_delay_us": beyond.median,
+            "alone_us": round(times[f"{way}/alone"].median_us, 3),
+            "delay_us": round(delay.median_us, 3),
+            "beyond_delay_us": round(beyond.median, 3),
         },
     )
 
@@ -230,13 +228,12 @@ def _row(
     way: str,
     times: Summary,
     exact: bool,
-    details: dict[str, Any],
+    details: dict[str, float],
     **more: Any,
 ) -> Row:
     context, prepared, comm = loaded.context, loaded.prepared, loaded.comm
     mode: Mode = "graph" if context.device.type == "cuda" else "eager"
     plain = "nccl" if context.device.type == "cuda" else "gloo"
-    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in details.items()}
     return Row.of_times(
         f"{prepared.op}, {load}",
         prepared.shape,
@@ -247,6 +244,6 @@ def _row(
         exact=exact,
         bytes_per_peer=prepared.shape.bytes_per_peer(comm.world_size, 2),
         is_exchange=False,
-        details={"variant": way, **rounded},
+        details={"variant": way, **details},
         **more,
     )
