@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from denoising import denoise
 from rank_pool import RankPool
 from tiny_models import BY_NAME, HEADS, TINY_MODELS, assert_near, output
 from torch import Tensor
@@ -269,7 +270,31 @@ def test_functional_operators_give_the_same(ranks: Ranks, name: str, text_rows: 
     ranks(2).run(with_gradients_enabled, name, text_rows, timeout_s=60)
 
 
-def whole_and_blocks(rank: int, world_size: int, name: str, text_rows: int) -> None:
+def generation(rank: int, world_size: int, name: str) -> None:
+    """Ten steps with a scheduler of diffusers: differences do not grow from step to step."""
+    tiny = BY_NAME[name]
+    model: Any = tiny.make()
+    inputs = tiny.call_with(SHARDED_TEXT)
+    unit = 1.0 if name == "WanTransformer3DModel" else 1e-3
+
+    def velocity(latents: Tensor, time: Tensor) -> Tensor:
+        return output(model, {**inputs, "hidden_states": latents, "timestep": time * unit})
+
+    expected = denoise(velocity, inputs["hidden_states"], 10)
+    with UlyssesCommunicator(timeout_s=20) as comm, parallelize(model, comm):
+        got = denoise(velocity, inputs["hidden_states"], 10)
+        with keeping("attention.k"):
+            wrong = denoise(velocity, inputs["hidden_states"], 10)
+    assert_near(got, expected)
+    assert float((wrong - expected).abs().max()) > NOTICED, "BLIND"
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "FluxTransformer2DModel"])
+def test_a_whole_generation_is_that_of_one_rank(ranks: Ranks, name: str) -> None:
+    ranks(2).run(generation, name, timeout_s=60)
+
+
+def compiled_whole(rank: int, world_size: int, name: str, text_rows: int) -> None:
     tiny = BY_NAME[name]
     model: Any = tiny.make()
     inputs = [tiny.call_with(text_rows, seed=seed) for seed in (1, 2)]
@@ -296,7 +321,7 @@ def whole_and_blocks(rank: int, world_size: int, name: str, text_rows: int) -> N
 def test_compiled_without_a_graph_break(
     compiling_ranks: RankPool, name: str, text_rows: int
 ) -> None:
-    compiling_ranks.run(whole_and_blocks, name, text_rows, timeout_s=150)
+    compiling_ranks.run(compiled_whole, name, text_rows, timeout_s=150)
 
 
 def two_groups(rank: int, world_size: int) -> None:
