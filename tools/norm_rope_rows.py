@@ -58,9 +58,8 @@ class _Set:
 
     @classmethod
     def make(cls, rows: int, heads: int, dim: int, device: torch.device) -> _Set:
-        options = {"dtype": torch.bfloat16, "device": device}
-        fused = torch.randn(1, rows, 3, heads, dim, **options)
-        out = torch.empty(2, 1, rows, heads, dim, **options)
+        fused = torch.randn(1, rows, 3, heads, dim, dtype=torch.bfloat16, device=device)
+        out = torch.empty(2, 1, rows, heads, dim, dtype=torch.bfloat16, device=device)
         return cls(fused[:, :, 0], fused[:, :, 1], out, torch.randn_like(out))
 
 
@@ -184,9 +183,16 @@ def _runs(
 
 def _launch(buffers: _Set, p: _Parameters) -> None:
     outs = ([buffers.out[0]], [buffers.out[1]])
-    weights = {"q_weight": p.q_weight, "k_weight": p.k_weight}
     qk_norm_rope_into(
-        [buffers.q], [buffers.k], *outs, cos=p.cos, sin=p.sin, norm=p.norm, eps=EPS, **weights
+        [buffers.q],
+        [buffers.k],
+        *outs,
+        q_weight=p.q_weight,
+        k_weight=p.k_weight,
+        cos=p.cos,
+        sin=p.sin,
+        norm=p.norm,
+        eps=EPS,
     )
 
 
