@@ -22,10 +22,10 @@ from ulysses_ops.windows import Window
 # By the name of the variant.
 SCHEDULES = {
     "peers first": PEERS_FIRST,
-    "peers first, whole attention": Schedule("peers", "whole", "slabs"),
-    "peers first, projection alone": Schedule("peers", "whole", "whole"),
+    "peers first with whole attention": Schedule("peers", "whole", "slabs"),
+    "peers first in projection alone": Schedule("peers", "whole", "whole"),
 }
-SPLIT_ALONE = "peers first, no copies"
+SPLIT_ALONE = "peers first without copies"
 
 
 class SplitAlone(UlyssesAttention):
