@@ -68,6 +68,7 @@ setup(
     ext_modules=[
         Extension("ulysses_ops._C", sources=[]),
         Extension("ulysses_ops._C_cuda", sources=[], optional=True),
+        Extension("ulysses_ops._C_kernels", sources=[], optional=True),
     ],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

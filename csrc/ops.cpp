@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,18 +20,27 @@ namespace ulysses_ops {
 namespace {
 
 int64_t create_group(std::string name, int64_t rank, int64_t world_size, int64_t device,
-                     std::vector<int64_t> word_bases, int64_t signal_kind) {
+                     std::vector<int64_t> word_bases, int64_t signal_kind, double limit_s) {
   const std::lock_guard<std::mutex> lock(Registry::get().mutex());
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   SignalPath path;
   path.kind = static_cast<SignalKind>(signal_kind);
   path.flush_remote = device_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) == 1;
-  return Registry::get().add(std::move(name),
-                             std::make_unique<Group>(rank, world_size, device, word_bases, path));
+  return Registry::get().add(std::move(name), std::make_unique<Group>(rank, world_size, device,
+                                                                      word_bases, path, limit_s));
 }
 
+// Peers that still wait for this rank then need not wait for their limit.
 void destroy_group(int64_t number) {
   const std::lock_guard<std::mutex> lock(Registry::get().mutex());
+  if (Group* group = Registry::get().find(number); group != nullptr) {
+    const RelaxedCaptureMode relaxed;
+    try {
+      group->rescue().tell_peers(Told::kClosed, group->path().kind);
+    } catch (const std::exception&) {
+      // A lost device tells nobody anything.
+    }
+  }
   Registry::get().remove(number);
 }
 
@@ -140,15 +150,48 @@ bool is_idle(int64_t number) {
 void poison_windows(int64_t number) {
   const LockedGroup group(number, "close");
   const RelaxedCaptureMode relaxed;
-  group->poison_windows();
-  UOPS_CUDA_CHECK(cudaStreamSynchronize(group->lanes().side()));
+  group->rescue().poison_windows();
 }
 
-void release_waits(int64_t number) {
+void release_wait(int64_t number) {
   const LockedGroup group(number, "close");
   const RelaxedCaptureMode relaxed;
-  group->release_waits_once();
-  UOPS_CUDA_CHECK(cudaStreamSynchronize(group->lanes().side()));
+  group->rescue().release_wait();
+}
+
+// Why the group gave up, empty while it did not; with `look`, after a look at what peers told.
+std::string failure(int64_t number, bool look) {
+  const LockedGroup group(number, "check");
+  const RelaxedCaptureMode relaxed;
+  if (look) {
+    group->watchdog().look();
+  }
+  return group->watchdog().failure();
+}
+
+void set_limit(int64_t number, double limit_s) {
+  LockedGroup(number, "limit")->watchdog().set_limit(limit_s);
+}
+
+// What a capture holds, one a line.
+std::string captured_exchanges(int64_t number, int64_t capture) {
+  std::string text;
+  for (const LogEntry& entry :
+       LockedGroup(number, "capture")->log().of_capture(static_cast<CaptureId>(capture))) {
+    text += kind_of(entry) + "\n";
+  }
+  return text;
+}
+
+// The latest calls, one a line: microseconds since the epoch, a space, what was issued.
+std::string exchange_log(int64_t number) {
+  std::string text;
+  for (const LogEntry& entry : LockedGroup(number, "log")->log().latest()) {
+    const auto issued =
+        std::chrono::duration_cast<std::chrono::microseconds>(entry.issued.time_since_epoch());
+    text += std::to_string(issued.count()) + " " + to_string(entry) + "\n";
+  }
+  return text;
 }
 
 std::vector<int64_t> device_facts(int64_t device) {
@@ -178,8 +221,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_ce_words_bytes(int world_size) -> int");
   m.def(
       "_ce_create_group(str name, int rank, int world_size, int device, int[] word_bases, int "
-      "signal_kind) "
-      "-> int");
+      "signal_kind, float limit_s) -> int");
   m.def("_ce_destroy_group(int group) -> ()");
   m.def("_ce_set_signal(int group, int signal_kind) -> ()");
   m.def("_ce_set_fault(int group, int fault) -> ()");
@@ -202,7 +244,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_ce_after_replay(int group) -> ()");
   m.def("_ce_is_idle(int group) -> bool");
   m.def("_ce_poison_windows(int group) -> ()");
-  m.def("_ce_release_waits(int group) -> ()");
+  m.def("_ce_release_wait(int group) -> ()");
+  m.def("_ce_failure(int group, bool look) -> str");
+  m.def("_ce_set_limit(int group, float limit_s) -> ()");
+  m.def("_ce_exchange_log(int group) -> str");
+  m.def("_ce_captured_exchanges(int group, int capture) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
@@ -234,5 +280,9 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_after_replay", TORCH_BOX(&after_replay));
   m.impl("_ce_is_idle", TORCH_BOX(&is_idle));
   m.impl("_ce_poison_windows", TORCH_BOX(&poison_windows));
-  m.impl("_ce_release_waits", TORCH_BOX(&release_waits));
+  m.impl("_ce_release_wait", TORCH_BOX(&release_wait));
+  m.impl("_ce_failure", TORCH_BOX(&failure));
+  m.impl("_ce_set_limit", TORCH_BOX(&set_limit));
+  m.impl("_ce_exchange_log", TORCH_BOX(&exchange_log));
+  m.impl("_ce_captured_exchanges", TORCH_BOX(&captured_exchanges));
 }

@@ -15,6 +15,7 @@
 
 #include "check.h"
 #include "registry.h"
+#include "stack.h"
 
 namespace ulysses_ops {
 namespace {
@@ -22,18 +23,6 @@ namespace {
 using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
-
-// to<std::string> leaks the string that it makes.
-std::string take_string(StableIValue value) {
-  const auto handle = to<StringHandle>(value);
-  const char* data = nullptr;
-  size_t length = 0;
-  UOPS_TORCH_CHECK(torch_string_c_str(handle, &data));
-  UOPS_TORCH_CHECK(torch_string_length(handle, &length));
-  std::string text(data, length);
-  UOPS_TORCH_CHECK(torch_delete_string(handle));
-  return text;
-}
 
 // Calls an operator that returns a sentence when it refuses.
 template <size_t kCount>

@@ -1,8 +1,6 @@
 // The groups of this process, by number and by the name that operators carry.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,6 +9,7 @@
 
 #include "check.h"
 #include "cuda/group.h"
+#include "cuda/stream.h"
 
 namespace ulysses_ops {
 
@@ -76,11 +75,5 @@ class LockedGroup {
   std::lock_guard<std::mutex> lock_;
   Group* group_;
 };
-
-inline cudaStream_t current_stream(int64_t device) {
-  void* stream = nullptr;
-  UOPS_TORCH_CHECK(aoti_torch_get_current_cuda_stream(static_cast<int32_t>(device), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
 
 }  // namespace ulysses_ops

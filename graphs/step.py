@@ -6,12 +6,8 @@ dropped on all. Replays are serialised with each other and with eager exchanges 
 
 from __future__ import annotations
 
-import gc
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +17,10 @@ from torch import Tensor
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.exchange import pending_channels
-from ulysses_ops.graphs.refusals import explained
+from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
 from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
 
 RESOURCE = "captured steps"
-POLL_S = 0.0005
 
 
 class _Steps:
@@ -104,7 +98,11 @@ class CapturedStep:
             message = "replay: the step is closed; capture it again"
             raise UlyssesError(message)
         with torch.cuda.device(self._comm.device):
-            self._begin()
+            try:
+                self._begin()
+            except RuntimeError:
+                self._comm.check_open("replay")
+                raise
             for static, value in zip(self._static, given, strict=bool(given)):
                 if static is not value:
                     static.copy_(value, non_blocking=True)
@@ -245,11 +243,13 @@ def capture_step(
             comm.device,
         )
         call = partial(step, *static.with_tensors(static.tensors))
-        _, failures = comm.agreement.attempt("warm-up", lambda: _warm_up(comm, call, warmup))
+        _, failures = comm.agreement.attempt("warm-up", lambda: warm_up(comm, call, warmup))
         _raise_failures("warm-up", failures)
         captured, failures = comm.agreement.attempt(
-            "capture", lambda: _capture(comm, call, generators, pool)
+            "capture", lambda: capture(comm, call, generators, pool)
         )
+    if captured is not None and not failures:
+        failures = compare_exchanges(comm, captured.number)
     if failures and captured is not None:
         captured.discard(comm.copy_engine)
     _raise_failures("capture", failures)
@@ -265,102 +265,4 @@ def can_capture(comm: UlyssesCommunicator) -> bool:
 def _raise_failures(topic: str, failures: list[str]) -> None:
     if failures:
         message = f"capture_step: {topic} failed on {'; '.join(failures)}"
-        raise UlyssesError(message)
-
-
-@dataclass
-class Captured:
-    """What one rank has captured, until all ranks have.
-
-    Attributes:
-        graph: The graph.
-        outputs: What the step returned.
-        number: Id of the capture; 0 where no copy engine takes part.
-        num_bytes: What the caching allocator took from the device meanwhile.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    outputs: Any = None
-    number: int = 0
-    num_bytes: int = 0
-
-    def discard(self, engine: CopyEngineGroup | None) -> None:
-        """Give everything back."""
-        self.outputs = None
-        self.graph.reset()
-        if engine is not None:
-            engine.forget_capture(self.number)
-
-
-def _warm_up(comm: UlyssesCommunicator, call: Callable[[], Any], count: int) -> None:
-    stream = torch.cuda.Stream(comm.device)
-    stream.wait_stream(torch.cuda.current_stream(comm.device))
-    with torch.cuda.stream(stream):
-        for _ in range(count):
-            call()
-            _refuse_pending(comm)
-        done = stream.record_event()
-    torch.cuda.current_stream(comm.device).wait_stream(stream)
-    deadline = time.monotonic() + comm.timeout_s
-    while not done.query():
-        if time.monotonic() > deadline:
-            message = f"the step did not finish within {comm.timeout_s:g} s; is every rank in it?"
-            raise UlyssesError(message)
-        time.sleep(POLL_S)
-
-
-def _capture(
-    comm: UlyssesCommunicator,
-    call: Callable[[], Any],
-    generators: Sequence[torch.Generator],
-    pool: Any,
-) -> Captured:
-    engine = comm.copy_engine
-    captured = Captured(torch.cuda.CUDAGraph())
-    for generator in generators:
-        captured.graph.register_generator_state(generator)
-    cause: Exception | None = None
-    try:
-        # Other threads (the watchdog of NCCL, say) may go on using CUDA meanwhile.
-        with (
-            _no_collection(),
-            torch.cuda.graph(captured.graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            try:
-                captured.number = 0 if engine is None else engine.own_capture()
-                before = torch.cuda.memory_reserved(comm.device)
-                captured.outputs = call()
-                captured.num_bytes = torch.cuda.memory_reserved(comm.device) - before
-                _refuse_pending(comm)
-            except Exception as error:
-                cause = error
-                raise
-    except Exception as error:  # noqa: BLE001  whatever it was, the ranks must hear of it
-        if engine is not None:
-            engine.abandon_captures()
-            engine.forget_capture(captured.number)
-        # Ending a broken capture raises as well; what broke it says more.
-        raise explained(cause or error) from None
-    return captured
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not later: to free device memory would break the capture."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _refuse_pending(comm: UlyssesCommunicator) -> None:
-    pending = pending_channels(comm)
-    if pending:
-        message = (
-            f"the step left channel '{pending}' without complete; complete every exchange in it"
-        )
         raise UlyssesError(message)

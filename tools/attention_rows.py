@@ -23,11 +23,11 @@ from ulysses_ops.graphs import capture_step
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PlainGraph
 from ulysses_ops.tools.exchange_rows import (
     compared,
-    random_values,
     split_key,
     transport_of,
 )
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio

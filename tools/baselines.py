@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_ops.tools.attempts import attempt_all
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.shapes import Shape
 
@@ -32,6 +33,10 @@ class NcclScatter:
         self._packed.copy_(x.unflatten(2, self._heads).permute(2, 0, 1, 3, 4))
         return dist.all_to_all_single(self._received, self._packed, async_op=later)
 
+    def clear(self) -> None:
+        """Fill what was received with NaN bytes, so that it cannot pass for what is to come."""
+        self._received.view(-1).view(torch.uint8).fill_(0xFF)
+
     def result(self) -> Tensor:
         """What was received; one batch needs no unpacking."""
         return self._received.transpose(0, 1).reshape(self._window)
@@ -53,32 +58,81 @@ class NcclGather:
         self._received = torch.empty(blocks, dtype=dtype, device=context.device)
         self._out = torch.empty((batch, rows, heads, dim), dtype=dtype, device=context.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Exchange ``x``; one batch needs no packing."""
+    def start(self, x: Tensor, *, later: bool = False) -> Any:
+        """Exchange; one batch needs no packing. With ``later``, on NCCL's stream, to wait for."""
         blocks = x.unflatten(1, self._rows).transpose(0, 1).contiguous()
-        dist.all_to_all_single(self._received, blocks)
+        return dist.all_to_all_single(self._received, blocks, async_op=later)
+
+    def clear(self) -> None:
+        """Fill what was received with NaN bytes, so that it cannot pass for what is to come."""
+        self._received.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def result(self) -> Tensor:
+        """What was received, unpacked."""
         world_size, heads = self._received.shape[0], self._received.shape[3]
         self._out.unflatten(2, (world_size, heads)).copy_(self._received.permute(1, 2, 0, 3, 4))
         return self._out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange ``x``."""
+        self.start(x)
+        return self.result()
+
+
+class PackedScatter:
+    """Q, K and V in one all-to-all, ``(B, S_local, H, D) -> (B, S_global, H_local, D)`` each.
+
+    Each tensor is copied once, into its place beside the others. What arrives needs no copy: the
+    three lie in it as views whose rows are three times as far apart.
+    """
+
+    def __init__(self, shape: Shape, context: RankContext, dtype: torch.dtype) -> None:
+        """Allocate; packing is part of every call."""
+        batch, rows, heads, dim = shape.local_source(context.world_size)
+        self._heads = (context.world_size, heads // context.world_size)
+        blocks = (context.world_size, batch, rows, 3, heads // context.world_size, dim)
+        self._packed = torch.empty(blocks, dtype=dtype, device=context.device)
+        self._received = torch.empty_like(self._packed)
+        self._window = (batch, shape.seq, 3, heads // context.world_size, dim)
+
+    def pack(self, x: Tensor, place: int) -> None:
+        """Copy one of the three; ``place`` is 0, 1 or 2."""
+        self._packed[:, :, :, place].copy_(x.unflatten(2, self._heads).permute(2, 0, 1, 3, 4))
+
+    def exchange(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange what was packed, and return the three in order of their places."""
+        dist.all_to_all_single(self._received, self._packed)
+        first, second, third = self._received.transpose(0, 1).reshape(self._window).unbind(2)
+        return first, second, third
 
 
 class PlainGraph:
     """A CUDA graph of something that is not ours, captured on every rank at once."""
 
     def __init__(self, context: RankContext, run: Callable[[], Any], what: str) -> None:
-        """Warm up, line up and capture. Collective."""
+        """Warm up, line up and capture. Collective.
+
+        Raises:
+            UlyssesError: it cannot be captured on some rank; the same text on every rank.
+        """
+        self._graph = torch.cuda.CUDAGraph()
+        attempt_all(context, lambda: self._warm_up(context, run), f"warm-up of {what}")
+        context.line_up(f"warm-up of {what}")
+        self.output = attempt_all(context, lambda: self._capture(run), f"capture of {what}")
+        context.line_up(f"capture of {what}")
+
+    def _warm_up(self, context: RankContext, run: Callable[[], Any]) -> None:
         side = torch.cuda.Stream(context.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 run()
         torch.cuda.current_stream().wait_stream(side)
-        context.line_up(f"warm-up of {what}")
-        self._graph = torch.cuda.CUDAGraph()
+
+    def _capture(self, run: Callable[[], Any]) -> Any:
         # NCCL's watchdog, another thread, goes on asking for events meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self.output = run()
-        context.line_up(f"capture of {what}")
+            return run()
 
     def run(self) -> Any:
         """Replay on the current stream."""

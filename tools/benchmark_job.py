@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,14 +10,23 @@ import torch
 
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.attention_rows import attention_rows
+from ulysses_ops.tools.block_job import BlockJob, run_block_job
+from ulysses_ops.tools.budget import Budget
 from ulysses_ops.tools.exchange_rows import exchange_rows
 from ulysses_ops.tools.handshake_rows import handshake_rows, host_cost_rows
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.load_rows import load_rows
 from ulysses_ops.tools.parity import ParityJob, parity_rows
-from ulysses_ops.tools.replays import ReplayJob, replay_rows
-from ulysses_ops.tools.results import Machine, Row, read_machine
+from ulysses_ops.tools.replays import PARTING_S, ReplayJob, replay_rows
+from ulysses_ops.tools.report import NO_TIME, Outcome, Report, ResumeFrom, describe_transport
+from ulysses_ops.tools.results import Row, read_machine
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort
+
+HANDSHAKE = "handshake"
+# What is measured at every shape, and its part of the time.
+WEIGHTS = {"exchange": 1.0, "attention": 2.0, "load": 1.5}
+SECTIONS = (HANDSHAKE, *WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -26,50 +36,36 @@ class BenchmarkJob:
     Attributes:
         shapes: Shapes of Q, K and V.
         effort: How long to measure; attention steps get 3 times the batch.
-        attention: Whether to measure the attention step.
+        sections: Some of ``SECTIONS``.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
+        resume: An earlier run to go on with.
     """
 
     shapes: tuple[Shape, ...]
     effort: Effort
-    attention: bool = True
+    sections: tuple[str, ...] = SECTIONS
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a rank hands back.
-
-    Attributes:
-        machine: Where it ran.
-        rows: What was measured; the same on every rank.
-        transport: Transport, mapping and signal in use, and why.
-    """
-
-    machine: Machine
-    rows: list[Row]
-    transport: str
+    resume: ResumeFrom | None = None
 
 
 def run_rank(context: RankContext, jobs: list[Any]) -> Outcome:
     """Run every job in turn; which it is follows from its type. Collective."""
-    machine = read_machine(context.device, _num_gpus(context))
-    rows: list[Row] = []
-    transport = ""
+    report = Report(context, read_machine(context.device, _num_gpus(context)))
     with torch.no_grad():
-        for job in jobs:
+        for number, job in enumerate(jobs):
             if isinstance(job, BenchmarkJob):
-                found, transport = _benchmark(context, job)
-                rows += found
+                _benchmark(context, job, report)
+            elif isinstance(job, BlockJob):
+                run_block_job(context, job, report)
             elif isinstance(job, ReplayJob):
-                rows += replay_rows(context, job)
+                report.add(f"replays {number}", replay_rows(context, job))
             elif isinstance(job, ParityJob):
-                rows += parity_rows(context, job)
-    return Outcome(machine, rows, transport or (rows[0].transport if rows else ""))
+                report.add(f"parity {number}", parity_rows(context, job))
+    return report.outcome
 
 
 def _num_gpus(context: RankContext) -> int:
@@ -78,28 +74,57 @@ def _num_gpus(context: RankContext) -> int:
     return min(context.world_size, torch.cuda.device_count())
 
 
-def _benchmark(context: RankContext, job: BenchmarkJob) -> tuple[list[Row], str]:
-    rows: list[Row] = []
-    description = ""
-    with _communicator(context, job, "handshake") as comm:
-        description = f"{comm.transport}, mapping {comm.mapping}, signal {comm.signal}"
-        description += f" ({'; '.join(comm.reasons)})"
-        machine = read_machine(context.device, _num_gpus(context))
-        if context.device.type == "cuda":
-            rows += handshake_rows(context, comm, job.effort)
-            rows += host_cost_rows(context, comm)
-            context.deliver(Outcome(machine, rows, description))
-    longer = replace(job.effort, batch_ms=3 * job.effort.batch_ms)
+def _benchmark(context: RankContext, job: BenchmarkJob, report: Report) -> None:
+    if job.resume is not None:
+        report.resume(job.resume)
+    if HANDSHAKE in job.sections and not report.has(HANDSHAKE):
+        with _communicator(context, job, HANDSHAKE) as comm:
+            report.transport = report.transport or describe_transport(comm)
+            rows: list[Row] = []
+            if context.device.type == "cuda":
+                rows += handshake_rows(context, comm, job.effort)
+                rows += host_cost_rows(context, comm)
+            report.add(HANDSHAKE, rows)
+    weights = {
+        f"{section}/{shape.key}": weight
+        for shape in job.shapes
+        for section, weight in WEIGHTS.items()
+        if section in job.sections and not report.has(f"{section}/{shape.key}")
+    }
+    budget = Budget(context.deadline - PARTING_S, weights)
     for shape in job.shapes:
-        # A communicator a shape: closing it gives the windows of the last one back.
-        with _communicator(context, job, shape.key) as comm:
-            rows += exchange_rows(context, comm, shape, job.effort)
-            if job.attention:
-                rows += attention_rows(context, comm, shape, longer)
-        context.deliver(Outcome(machine, rows, description))
+        wanted = [section for section in WEIGHTS if f"{section}/{shape.key}" in weights]
+        if wanted:
+            _measure_shape(context, job, shape, wanted, budget, report)
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-    return rows, description
+
+
+def _measure_shape(
+    context: RankContext,
+    job: BenchmarkJob,
+    shape: Shape,
+    sections: list[str],
+    budget: Budget,
+    report: Report,
+) -> None:
+    measures: dict[str, Callable[..., list[Row]]] = {
+        "exchange": exchange_rows,
+        "attention": attention_rows,
+        "load": load_rows,
+    }
+    # A communicator a shape: closing it gives the windows of the last one back.
+    with _communicator(context, job, shape.key) as comm:
+        report.transport = report.transport or describe_transport(comm)
+        for section in sections:
+            key = f"{section}/{shape.key}"
+            effort = budget.effort(key, job.effort)
+            if context.gather(budget.left_s <= 0)[0]:
+                report.leave_out(key, NO_TIME)
+                continue
+            if section == "attention":
+                effort = replace(effort, batch_ms=3 * effort.batch_ms)
+            report.add(key, measures[section](context, comm, shape, effort))
 
 
 def _communicator(context: RankContext, job: BenchmarkJob, name: str) -> UlyssesCommunicator:

@@ -7,109 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import capture_step
-from ulysses_ops.reference import gather_reference, scatter_reference
-from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PlainGraph
+from ulysses_ops.tools.baselines import PlainGraph
+from ulysses_ops.tools.exchanged import (
+    CALLS,
+    Exchanged,
+    gather_of,
+    matches_baseline,
+    poison,
+    scatter_of,
+)
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.peer_copy import PeerCopy, received_slot
 from ulysses_ops.tools.results import Mode, Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
-from ulysses_ops.window_spec import WindowSpec
-from ulysses_ops.windows import Window, reserve
 
-CALLS = 8  # calls in a graph: one replay shows the operator as it is inside a larger graph
-ROTATED_BYTES = 256 << 20  # of sources used in turn, so that no cache holds them all
-SEED = 1234
 VARIANTS = ("ours graph", "ours eager", "baseline graph", "baseline eager", "flat graph")
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """One operator at one shape, ready to be run.
-
-    Attributes:
-        op: Which.
-        shape: Global shape.
-        window: Where ours arrives.
-        sources: Sources, used in turn.
-        baseline: The same operator by NCCL.
-        expected: What this rank receives of the first sources, by the reference.
-    """
-
-    op: Literal["scatter", "gather"]
-    shape: Shape
-    window: Window
-    sources: list[Tensor]
-    baseline: Callable[[Tensor], Tensor]
-    expected: Callable[[], Tensor]
-
-    def source(self, call: int) -> Tensor:
-        """The source of a call."""
-        return self.sources[call % len(self.sources)]
-
-
-def random_values(shape: tuple[int, ...], context: RankContext, rank: int, salt: int) -> Tensor:
-    """bf16 noise that every rank can make for every rank."""
-    generator = torch.Generator(context.device).manual_seed(SEED + 1000 * salt + rank)
-    return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=context.device)
 
 
 def exchange_rows(
     context: RankContext, comm: UlyssesCommunicator, shape: Shape, effort: Effort
 ) -> list[Row]:
     """Check and time scatter and gather at one shape. Collective."""
-    rows = []
-    for prepared in (_scatter_of(context, comm, shape), _gather_of(context, comm, shape)):
-        rows += _rows_of(context, comm, prepared, effort)
-    return rows
-
-
-def _num_sources(shape: Shape, context: RankContext) -> int:
-    size = shape.bytes_per_peer(context.world_size, 2) * context.world_size
-    return max(1, min(CALLS, -(-ROTATED_BYTES // size)))
-
-
-def _scatter_of(context: RankContext, comm: UlyssesCommunicator, shape: Shape) -> Exchanged:
-    """Sources are V's view of fused projections, as a model's would be."""
-    spec = WindowSpec("bench.scatter", "scatter", shape.dims, torch.bfloat16)
-    (window,) = reserve(comm, [spec])
-    batch, seq, heads, dim = shape.local_source(context.world_size)
-
-    def values_of(rank: int, salt: int) -> Tensor:
-        return random_values((batch, seq, 3, heads, dim), context, rank, salt)[:, :, 2]
-
-    def expected() -> Tensor:
-        shards = [values_of(rank, 0) for rank in range(context.world_size)]
-        return scatter_reference(shards)[context.rank]
-
-    sources = [values_of(context.rank, salt) for salt in range(_num_sources(shape, context))]
-    baseline = NcclScatter(shape, context, torch.bfloat16)
-    return Exchanged("scatter", shape, window, sources, baseline, expected)
-
-
-def _gather_of(context: RankContext, comm: UlyssesCommunicator, shape: Shape) -> Exchanged:
-    spec = WindowSpec("bench.gather", "gather", shape.dims, torch.bfloat16)
-    (window,) = reserve(comm, [spec])
-
-    def values_of(rank: int, salt: int) -> Tensor:
-        return random_values(shape.local_window(context.world_size), context, rank, 100 + salt)
-
-    def expected() -> Tensor:
-        shards = [values_of(rank, 0) for rank in range(context.world_size)]
-        return gather_reference(shards)[context.rank]
-
-    sources = [values_of(context.rank, salt) for salt in range(_num_sources(shape, context))]
-    baseline = NcclGather(shape, context, torch.bfloat16)
-    return Exchanged("gather", shape, window, sources, baseline, expected)
+    scatter, gather = scatter_of(context, comm, shape), gather_of(context, comm, shape)
+    rows = _rows_of(context, comm, scatter, effort.share(2))
+    return rows + _rows_of(context, comm, gather, effort)
 
 
 def _rows_of(
@@ -130,7 +60,7 @@ def _rows_of(
     received = prepared.baseline(prepared.source(0))
     is_right = context.agree(torch.equal(received, prepared.expected()))
     exact = {
-        "ours eager": _matches_baseline(context, prepared, lambda: ours(1), 0),
+        "ours eager": matches_baseline(context, prepared, lambda: ours(1), 0),
         "baseline eager": is_right,
         "baseline graph": is_right,
     }
@@ -144,7 +74,7 @@ def _rows_of(
             graphs.callback(step.close)
             plain = PlainGraph(context, lambda: baseline(CALLS), f"{what} by NCCL")
             graphs.callback(plain.close)
-            exact["ours graph"] = _matches_baseline(context, prepared, step.replay, CALLS - 1)
+            exact["ours graph"] = matches_baseline(context, prepared, step.replay, CALLS - 1)
             variants["ours graph"] = Variant(step.replay, CALLS)
             variants["baseline graph"] = Variant(plain.run, CALLS)
         if prepared.window.memory is not None:
@@ -162,25 +92,6 @@ def _repeat(run: Callable[[], None]) -> None:
         run()
 
 
-def _poison(context: RankContext, window: Window) -> None:
-    """Fill the window with NaN bytes while no rank is sending."""
-    context.line_up("before the check")
-    window.tensor.view(-1).view(torch.uint8).fill_(0xFF)
-    context.line_up("check")
-
-
-def _matches_baseline(
-    context: RankContext, prepared: Exchanged, run: Callable[[], object], last_call: int
-) -> bool:
-    """Whether the window holds, bit for bit, what NCCL delivers for the last call's source."""
-    _poison(context, prepared.window)
-    run()
-    context.finish(f"check of {prepared.op}")
-    found = prepared.window.tensor.clone()
-    context.line_up("after the check")
-    return context.agree(torch.equal(found, prepared.baseline(prepared.source(last_call))))
-
-
 def _flat_copy(context: RankContext, prepared: Exchanged) -> PeerCopy:
     size = prepared.shape.bytes_per_peer(context.world_size, 2)
     source = random_values((size // 2,), context, context.rank, 200)
@@ -189,7 +100,7 @@ def _flat_copy(context: RankContext, prepared: Exchanged) -> PeerCopy:
 
 def _flat_arrives(context: RankContext, prepared: Exchanged, flat: PeerCopy) -> bool:
     """Whether every peer's bytes are in this rank's window: the copies are not just fast."""
-    _poison(context, prepared.window)
+    poison(context, prepared.window)
     flat.run()
     context.line_up("flat copy")
     peers = (peer for peer in range(context.world_size) if peer != context.rank)

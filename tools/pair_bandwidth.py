@@ -9,12 +9,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from itertools import combinations, permutations
 
 import torch
 from torch import Tensor
 
-from ulysses_ops.tools.cuda_runtime import RowCopy, enable_peer_access
+from ulysses_ops.asking import attempt
+from ulysses_ops.tools.cuda_runtime import RowCopy
+from ulysses_ops.tools.pair_check import Connect
 
 MIB = 1 << 20
 ROUNDS = 5
@@ -79,11 +82,24 @@ class PairRate:
     highest_gbs: float
 
 
+@dataclass(frozen=True)
+class Unmeasured:
+    """A directed pair, by CUDA number, that has no rate of some form, and why."""
+
+    source: int
+    target: int
+    what: str
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        return f"not measured {self.source}->{self.target}: {self.what}"
+
+
 TimeCopies = Callable[[Sequence[Way], Form, int], list[float]]  # seconds of all copies, by way
 
 
 def runs_of(count: int, forms: Sequence[Form] = FORMS) -> Iterator[tuple[Form, tuple[Way, ...]]]:
-    """Every run: each form, for each pair one way, the other way and both ways."""
+    """Every run: for each pair each form, one way, the other way and both ways."""
     for a, b in combinations(range(count), 2):
         for form in forms:
             for ways in (((a, b),), ((b, a),), ((a, b), (b, a))):
@@ -112,19 +128,11 @@ def measure_run(form: Form, ways: Sequence[Way], time_copies: TimeCopies) -> lis
 
 
 class PeerTimer:
-    """Times copies between the GPUs of this process by events."""
+    """Times copies between GPUs of this process, by events. The pairs have to be connected."""
 
     def __init__(self, devices: Sequence[torch.device], num_bytes: int) -> None:
-        """Connect all pairs and take memory for copies of ``num_bytes``.
-
-        Raises:
-            UlyssesError: a pair has no peer access.
-        """
+        """Take memory for copies of ``num_bytes``."""
         self._copy = RowCopy()
-        for source in devices:
-            for target in devices:
-                if source != target:
-                    enable_peer_access(source, target)
         self._streams = [torch.cuda.Stream(device) for device in devices]
         room = SOURCE_PITCH * num_bytes
         self._sources = [torch.zeros(room, dtype=torch.uint8, device=d) for d in devices]
@@ -163,15 +171,32 @@ class PeerTimer:
 
 
 def measure_pairs(
-    count: int,
+    devices: Sequence[torch.device],
+    connect: Connect,
     time_copies: TimeCopies,
     *,
     forms: Sequence[Form] = FORMS,
     advance: Callable[[str], None] = lambda text: None,
-) -> list[PairRate]:
-    """Measure every pair of ``count`` GPUs; ``advance`` is told of each run that is done."""
-    found = []
-    for form, ways in runs_of(count, forms):
-        found += measure_run(form, ways, time_copies)
+) -> tuple[list[PairRate], list[Unmeasured]]:
+    """Measure every pair of ``devices`` that can be connected, and say which could not be.
+
+    Args:
+        devices: GPUs of this process, in the order of their numbers.
+        connect: Makes the memory of its second argument reachable for the first.
+        time_copies: Copies and times.
+        forms: What is copied.
+        advance: Is told of each run that is done, or passed over.
+    """
+    found: list[PairRate] = []
+    missing: dict[Way, str] = {}
+    for way in permutations(range(len(devices)), 2):
+        _, why = attempt(partial(connect, devices[way[0]], devices[way[1]]))
+        if why:
+            missing[way] = f"no peer access: {why}"
+    for form, ways in runs_of(len(devices), forms):
+        if not any(way in missing for way in ways):
+            rates, why = attempt(partial(measure_run, form, ways, time_copies))
+            found += rates or []
+            missing.update(dict.fromkeys(ways if why else (), f"{form.title}: {why}"))
         advance(f"{ways[0][0]} {'<->' if len(ways) > 1 else '->'} {ways[0][1]}, {form.title}")
-    return found
+    return found, [Unmeasured(*way, what) for way, what in sorted(missing.items())]

@@ -6,71 +6,19 @@ this tool.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ulysses_ops.tools.results import Row, rows_from_json
+from ulysses_ops.tools.block_table import block_table
+from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
+from ulysses_ops.tools.results import Row
 
 MARKED = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOTHING = "Nothing recorded yet.\n"
-
-
-@dataclass(frozen=True)
-class Record:
-    """One file of docs/results."""
-
-    folder: str
-    name: str
-    content: dict[str, Any]
-
-    @property
-    def rows(self) -> list[Row]:
-        """Its rows; none for the record of a test run."""
-        return rows_from_json(self.content.get("rows", []))
-
-    def caption(self) -> str:
-        """Where, what and when, in one line."""
-        content = self.content
-        place = "CPU" if content["gpu"] == "cpu" else f"{content['gpu_count']}x {content['gpu']}"
-        versions = [
-            f"{name} {content[key]}"
-            for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl"))
-            if content.get(key)
-        ]
-        commit = (content.get("commit") or "unknown")[:12]
-        told = [place, *versions, f"torch {content['torch']}", f"commit {commit}"]
-        return f"{', '.join(told)}, {content['date'][:10]} (`{self.folder}/{self.name}.json`):\n\n"
-
-
-def read_records(results: Path) -> list[Record]:
-    """Every file of a results folder, in the order of their paths."""
-    return [
-        Record(path.parent.name, path.stem, json.loads(path.read_text()))
-        for path in sorted(results.glob("*/*.json"))
-    ]
-
-
-def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rules = ["---", *("---:" for _ in head[1:])]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rules, *lines))
-
-
-def _number(value: float | None, digits: int, suffix: str = "") -> str:
-    return "" if value is None else f"{value:,.{digits}f}{suffix}"
-
-
-def _yes(exact: bool | None) -> str:
-    return "" if exact is None else "yes" if exact else "**no**"
-
-
-def _detail(row: Row, key: str) -> Any:
-    return (row.details or {}).get(key)
 
 
 def exchange_table(record: Record) -> str:
@@ -78,17 +26,17 @@ def exchange_table(record: Record) -> str:
     lines = [
         (
             f"{row.op}, {row.model}, {row.mode}",
-            _number(row.bytes_per_peer / 1e6, 1),
-            _number(row.median_us, 1),
-            _number(row.p99_us, 1),
-            _number(row.busbw_gbs, 0),
-            _number(row.percent_of_flat, 0, " %"),
-            _number(row.x_nccl_eager, 2),
-            _number(row.x_nccl_graph, 2),
-            _yes(row.exact),
+            number(row.bytes_per_peer / 1e6, 1),
+            number(row.median_us, 1),
+            number(row.p99_us, 1),
+            number(row.busbw_gbs, 0),
+            number(row.percent_of_flat, 0, " %"),
+            number(row.x_nccl_eager, 2),
+            number(row.x_nccl_graph, 2),
+            yes(row.exact),
         )
         for row in record.rows
-        if row.op in ("scatter", "gather") and _detail(row, "variant") == "ours"
+        if row.op in ("scatter", "gather") and detail(row, "variant") == "ours"
     ]
     head = (
         "operator",
@@ -101,7 +49,7 @@ def exchange_table(record: Record) -> str:
         "x NCCL in a graph",
         "exact",
     )
-    return _markdown(head, lines) if lines else ""
+    return markdown(head, lines) if lines else ""
 
 
 def attention_table(record: Record) -> str:
@@ -109,7 +57,7 @@ def attention_table(record: Record) -> str:
     by_model: dict[str, dict[str, Row]] = {}
     for row in record.rows:
         if row.op == "attention_step" and row.mode == "graph":
-            by_model.setdefault(row.model, {})[str(_detail(row, "variant"))] = row
+            by_model.setdefault(row.model, {})[str(detail(row, "variant"))] = row
     lines = []
     for model, rows in by_model.items():
         if not {"ours", "baseline", "overlapped", "compute"} <= set(rows):
@@ -117,17 +65,17 @@ def attention_table(record: Record) -> str:
         ours, compute = rows["ours"], rows["compute"]
         _, seq, heads, _ = ours.shape
         times = (
-            f"{_number(rows[key].median_us, 0)} (+{_number(rows[key].tax_percent, 1)} %)"
+            f"{number(rows[key].median_us, 0)} (+{number(rows[key].tax_percent, 1)} %)"
             for key in ("ours", "baseline", "overlapped")
         )
         lines.append(
             (
                 f"{model}, S={seq}, H={heads}",
-                _number(compute.median_us, 0),
+                number(compute.median_us, 0),
                 *times,
-                _number(ours.x_nccl_graph, 3),
-                _number(ours.x_nccl_eager, 3),
-                _yes(ours.exact),
+                number(ours.x_nccl_graph, 3),
+                number(ours.x_nccl_eager, 3),
+                yes(ours.exact),
             )
         )
     head = (
@@ -140,7 +88,7 @@ def attention_table(record: Record) -> str:
         "x NCCL eager",
         "exact",
     )
-    return _markdown(head, lines) if lines else ""
+    return markdown(head, lines) if lines else ""
 
 
 def costs_table(record: Record) -> str:
@@ -148,15 +96,15 @@ def costs_table(record: Record) -> str:
     lines = []
     for row in record.rows:
         if row.op == "handshake round":
-            bare = _detail(row, "bare_handshake_us")
+            bare = detail(row, "bare_handshake_us")
             if bare is not None:
-                lines.append(("one handshake alone, in a graph", _number(bare, 1)))
-            in_round = _number(_detail(row, "handshake_us"), 1)
+                lines.append(("one handshake alone, in a graph", number(bare, 1)))
+            in_round = number(detail(row, "handshake_us"), 1)
             lines.append(("one handshake within a round, in a graph", in_round))
-            lines.append(("round of a few bytes, in a graph", _number(row.median_us, 1)))
+            lines.append(("round of a few bytes, in a graph", number(row.median_us, 1)))
         elif row.op.startswith("host cost"):
-            lines.append((row.op, _number(row.median_us, 1)))
-    return _markdown(("cost", "median us"), lines) if lines else ""
+            lines.append((row.op, number(row.median_us, 1)))
+    return markdown(("cost", "median us"), lines) if lines else ""
 
 
 def replays_table(record: Record) -> str:
@@ -164,14 +112,14 @@ def replays_table(record: Record) -> str:
     lines = [
         (
             f"{row.model}, {list(row.shape)}",
-            str(row.world_size) + (" (sharing GPUs)" if _detail(row, "shared_gpus") else ""),
-            _number(_detail(row, "replays_done"), 0),
-            _number(_detail(row, "mismatches"), 0),
+            str(row.world_size) + (" (sharing GPUs)" if detail(row, "shared_gpus") else ""),
+            number(detail(row, "replays_done"), 0),
+            number(detail(row, "mismatches"), 0),
         )
         for row in record.rows
         if row.op == "replayed exchange"
     ]
-    return _markdown(("exchange", "ranks", "replays", "mismatches"), lines) if lines else ""
+    return markdown(("exchange", "ranks", "replays", "mismatches"), lines) if lines else ""
 
 
 def tests_table(record: Record) -> str:
@@ -182,12 +130,13 @@ def tests_table(record: Record) -> str:
     trees = ", ".join(f"{name} {tree[:12]}" for name, tree in (content["trees"] or {}).items())
     counts = [str(len(content[outcome])) for outcome in ("passed", "failed", "skipped")]
     line = (content.get("selection") or "all", *counts, trees or "unknown")
-    return _markdown(("tests", "passed", "failed", "skipped", "git trees"), [line])
+    return markdown(("tests", "passed", "failed", "skipped", "git trees"), [line])
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
     "exchange": exchange_table,
     "attention": attention_table,
+    "block": block_table,
     "costs": costs_table,
     "replays": replays_table,
     "tests": tests_table,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ulysses_ops.tools.results import TREES, read_machine, read_trees, write_results
+from ulysses_ops.tools.results import read_machine, write_results
+from ulysses_ops.tools.revision import TREES, read_trees
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -14,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Summary
 from ulysses_ops.topology import probe
 
 Mode = Literal["eager", "graph"]
-TREES = ("csrc", "ulysses_ops", "graphs")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,14 @@ class Row:
         nccl_us: Median of NCCL in the same mode.
         x_nccl_eager: NCCL's eager time over this, paired by round.
         x_nccl_graph: NCCL's time in a graph over this, paired by round.
-        tax_percent: Time added to computation alone, paired by round.
+        tax_percent: Time added to computation alone, paired by round: the median of the rounds.
+        tax_quartiles: Its first and third quartile.
+        hidden_percent: Of the exchange alone, what other work beside it hides, paired by round.
+        hidden_quartiles: Its first and third quartile.
+        slowest_rank: The rank whose median this is.
+        host_us: Time of the host to enqueue one call, in microseconds, the slowest rank's median.
+        launches: Launches of kernels, copies and graphs that the host makes for one call.
+        peak_bytes: GPU memory beside input and weights: windows, buffers, and the peak of a call.
         details: What only this operation has.
     """
 
@@ -89,6 +95,13 @@ class Row:
     x_nccl_eager: float | None = None
     x_nccl_graph: float | None = None
     tax_percent: float | None = None
+    tax_quartiles: tuple[float, float] | None = None
+    hidden_percent: float | None = None
+    hidden_quartiles: tuple[float, float] | None = None
+    slowest_rank: int | None = None
+    host_us: float | None = None
+    launches: int | None = None
+    peak_bytes: int | None = None
     details: dict[str, Any] | None = None
 
     @classmethod
@@ -124,6 +137,7 @@ class Row:
             model=shape.title,
             spread_us=times.spread_us,
             samples=times.samples,
+            slowest_rank=times.slowest_rank,
             algbw_gbs=bytes_per_peer * world_size / seconds / 1e9 if to_peers else None,
             busbw_gbs=to_peers / seconds / 1e9 if to_peers else None,
             **more,
@@ -153,35 +167,6 @@ def read_machine(device: torch.device, gpu_count: int) -> Machine:
     )
 
 
-def read_commit() -> str | None:
-    """The commit that is checked out, with ``-dirty`` where files differ; ``None`` without git."""
-    head = _git("rev-parse", "HEAD")
-    if head is None or _git("rev-parse", "HEAD:csrc") is None:  # none, or some other repository
-        return None
-    return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
-
-
-def read_trees() -> dict[str, str] | None:
-    """Git tree ids of the tested code in the commit that is checked out; ``None`` without git."""
-    ids = {name: _git("rev-parse", f"HEAD:{name}") for name in TREES}
-    return {name: tree for name, tree in ids.items() if tree is not None} or None
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).resolve().parent,
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def write_results(
     folder: Path,
     name: str,
@@ -190,6 +175,8 @@ def write_results(
     content: dict[str, Any],
 ) -> Path:
     """Write ``<folder>/<gpu>-x<count>/<name>.json`` and return its path.
+
+    The file is replaced whole: whoever reads it while a benchmark goes on finds valid JSON.
 
     Args:
         folder: ``docs/results``, usually.
@@ -205,7 +192,9 @@ def write_results(
         "commit": commit or read_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    path.write_text(json.dumps({**header, **content}, indent=1) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({**header, **content}, indent=1) + "\n")
+    unfinished.replace(path)
     return path
 
 

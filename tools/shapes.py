@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -54,24 +55,41 @@ PRODUCTION = (
     Shape("lingbot", "LingBot", 6240, 40, 128),
     Shape("minimax-h3", "MiniMax-H3", 37888, 56, 128),
 )
+# Blocks of these as well. Qwen-Image: 4096 image tokens and 256 of text, as an example prompt has.
+BLOCKS = (
+    PRODUCTION[1],
+    Shape("qwen-image", "Qwen-Image, 256 text tokens", 4096 + 256, 24, 128),
+    PRODUCTION[2],
+    Shape("s9360", "S=9360, H=40", 9360, 40, 128),
+    PRODUCTION[0],
+    Shape("wan-720p", "Wan 720p", 75600, 40, 128),
+    PRODUCTION[3],
+)
 SMALL_STEP = Shape("small", "small step", 4096, 8, 64)
 FUNCTIONAL = (
     Shape("tiny", "tiny", 64, 4, 32),
     Shape("batch", "batch of 2", 96, 8, 64, batch=2),
     Shape("odd", "odd row size", 30, 6, 5),
 )
+# Smaller still: a CPU takes its time over the matrix products of a block.
+FUNCTIONAL_BLOCKS = (FUNCTIONAL[0], Shape("batch", "batch of 2", 32, 4, 32, batch=2))
 
 
-def select_shapes(keys: str) -> tuple[Shape, ...]:
-    """Production shapes named in a comma-separated list; all of them for ``"all"``.
+def select_shapes(keys: str, among: Sequence[Shape] = PRODUCTION) -> tuple[Shape, ...]:
+    """Shapes named in a comma-separated list; all of ``among`` for ``"all"``.
+
+    Those that are known but not in ``among`` are left out.
 
     Raises:
         ValueError: a name is unknown.
     """
-    known = {shape.key: shape for shape in PRODUCTION}
-    wanted = list(known) if keys == "all" else [key.strip() for key in keys.split(",")]
-    unknown = [key for key in wanted if key not in known]
+    known = {shape.key for shape in (*PRODUCTION, *BLOCKS)}
+    wanted = [key.strip() for key in keys.split(",")]
+    unknown = [key for key in wanted if key not in known and keys != "all"]
     if unknown:
-        message = f"shapes: {unknown} are unknown; choose from {list(known)} or 'all'"
+        names = [shape.key for shape in BLOCKS]
+        message = f"shapes: {unknown} are unknown; choose from {names} or 'all'"
         raise ValueError(message)
-    return tuple(known[key] for key in wanted)
+    by_key = {shape.key: shape for shape in among}
+    chosen = list(by_key) if keys == "all" else [key for key in wanted if key in by_key]
+    return tuple(by_key[key] for key in chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -29,13 +29,23 @@ COLUMNS = (
     "x eager",
     "x graph",
     "tax %",
+    "q1..q3",
+    "hidden %",
+    "rounds us",
+    "slow",
+    "host_us",
+    "launches",
+    "peak MB",
     "exact",
 )
 LEGEND = (
     "med_us, p99_us: slowest rank. algbw: GB/s of a rank's whole tensor; busbw: of the bytes it "
     "sends to peers (MB/rank); %flat: busbw over that of flat peer copies in the same rounds. "
     "x eager, x graph: time of NCCL with its packing over this one, paired by round. "
-    "tax: time over the same step with nothing exchanged."
+    "tax: time over the same step with nothing exchanged, paired by round; q1..q3: its quartiles, "
+    "or those of hidden. hidden: (serial - concurrent) / exchange alone. rounds: lowest and "
+    "highest median of a round. slow: the slowest rank. host_us, launches: the host's "
+    "part of one call. peak: GPU memory beside input and weights."
 )
 
 
@@ -63,6 +73,13 @@ def row_cells(row: Row) -> tuple[str, ...]:
         _number(row.x_nccl_eager, 2),
         _number(row.x_nccl_graph, 2),
         _number(row.tax_percent, 1),
+        _span(row.tax_quartiles or row.hidden_quartiles),
+        _number(row.hidden_percent, 0),
+        _span(row.spread_us),
+        "-" if row.slowest_rank is None else str(row.slowest_rank),
+        _number(row.host_us, 1),
+        "-" if row.launches is None else str(row.launches),
+        _number(None if row.peak_bytes is None else row.peak_bytes / 1e6, 0),
         exactness(row),
     )
 
@@ -70,6 +87,8 @@ def row_cells(row: Row) -> tuple[str, ...]:
 def _moved_by(row: Row) -> str:
     """What tells variants apart."""
     variant = (row.details or {}).get("variant")
+    if row.op == "block":
+        return str(variant)
     if variant in ("overlapped", "compute") or (variant == "baseline" and row.transport != "nccl"):
         return str(variant) if variant == "compute" else f"{row.transport} {variant}"
     return row.transport
@@ -84,8 +103,18 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def print_rows(console: Console, machine: Machine, transport: str, rows: Sequence[Row]) -> None:
-    """Print the machine, the table and, below it, what only some rows have."""
+def _span(values: tuple[float, float] | None) -> str:
+    return "-" if values is None else f"{values[0]:.1f}..{values[1]:.1f}"
+
+
+def print_rows(
+    console: Console,
+    machine: Machine,
+    transport: str,
+    rows: Sequence[Row],
+    not_run: Mapping[str, str] | None = None,
+) -> None:
+    """Print the machine, tables, below them what only some rows have, and what did not run."""
     where = "CPU" if machine.gpu == "cpu" else f"{machine.gpu_count}x {machine.gpu}"
     console.print(
         f"{where} | host {machine.host} | driver {machine.driver} | CUDA {machine.cuda} | "
@@ -94,6 +123,23 @@ def print_rows(console: Console, machine: Machine, transport: str, rows: Sequenc
         highlight=False,
     )
     console.print(f"transport: {transport}", soft_wrap=True, highlight=False)
+    for is_block in (False, True):  # blocks have columns of their own
+        _print_table(console, [row for row in rows if (row.op == "block") is is_block])
+    for entry in rows:
+        hidden = ("variant", "attention", "rounds")
+        notes = {k: v for k, v in (entry.details or {}).items() if k not in hidden}
+        if notes:
+            told = ", ".join(f"{key} {value}" for key, value in notes.items())
+            name = entry.op if entry.model in entry.op else f"{entry.op}, {entry.model}"
+            console.print(f"{name}: {told}", soft_wrap=True, highlight=False)
+    for name, reason in (not_run or {}).items():
+        console.print(f"not run: {name}: {reason}", soft_wrap=True, highlight=False, markup=False)
+    console.print(LEGEND, style="dim", soft_wrap=True, highlight=False)
+
+
+def _print_table(console: Console, rows: Sequence[Row]) -> None:
+    if not rows:
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     cells = [row_cells(row) for row in rows]
     shown = [i for i, _ in enumerate(COLUMNS) if i == 0 or any(row[i] != "-" for row in cells)]
@@ -102,14 +148,5 @@ def print_rows(console: Console, machine: Machine, transport: str, rows: Sequenc
     for row in cells:
         table.add_row(*(row[i] for i in shown), style="red" if row[-1] == "WRONG" else None)
     # Wider than a terminal, rather than cut off: a number that is not shown helps nobody.
-    wide = Console(file=console.file, width=200, highlight=False)
+    wide = Console(file=console.file, width=240, highlight=False)
     wide.print(table)
-    for entry in rows:
-        notes = {
-            k: v for k, v in (entry.details or {}).items() if k not in ("variant", "attention")
-        }
-        if notes:
-            told = ", ".join(f"{key} {value}" for key, value in notes.items())
-            name = entry.op if entry.model in entry.op else f"{entry.op}, {entry.model}"
-            console.print(f"{name}: {told}", soft_wrap=True, highlight=False)
-    console.print(LEGEND, style="dim", soft_wrap=True, highlight=False)

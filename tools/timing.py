@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,7 @@ from ulysses_ops.tools.launch import RankContext
 
 LEAD_IN = 2  # calls ahead of the first event: they absorb what the line-up left of skew
 MIN_COUNT = 3
+LONG_US = 20_000.0  # beside a run this long that skew is nothing: one call ahead, and two timed
 MAX_COUNT = 500
 
 Rounds = list[list[float]]  # microseconds a call: rounds of samples
@@ -40,10 +41,26 @@ class Effort:
     Attributes:
         rounds: Rounds; every variant is timed once in each.
         batch_ms: Time to spend on a variant in one round, in milliseconds.
+        min_rounds: Rounds that are measured even when the time is up.
+        until: When to stop, by ``time.monotonic``, which all processes share; never by default.
     """
 
     rounds: int = 10
     batch_ms: float = 60.0
+    min_rounds: int = 3
+    until: float | None = None
+
+    def is_over(self, rounds_done: int) -> bool:
+        """Whether the time is up and enough has been measured."""
+        enough = rounds_done >= min(self.min_rounds, self.rounds)
+        return enough and self.until is not None and time.monotonic() >= self.until
+
+    def share(self, parts: int) -> Effort:
+        """The first of ``parts`` equal parts of the time that is left."""
+        if self.until is None:
+            return self
+        now = time.monotonic()
+        return replace(self, until=now + (self.until - now) / parts)
 
 
 @dataclass(frozen=True)
@@ -55,12 +72,14 @@ class Summary:
         p99_us: 99th percentile of the slowest rank.
         round_us: Median of each round, of the rank that was slowest in it.
         samples: Samples of a rank.
+        slowest_rank: The rank whose median that is.
     """
 
     median_us: float
     p99_us: float
     round_us: tuple[float, ...]
     samples: int
+    slowest_rank: int = 0
 
     @property
     def spread_us(self) -> tuple[float, float]:
@@ -96,11 +115,13 @@ def summarise(by_rank: Sequence[Rounds]) -> Summary:
         raise ValueError(message)
     flat = [[sample for samples in rounds for sample in samples] for rounds in by_rank]
     by_round = zip(*by_rank, strict=True)
+    medians = [statistics.median(samples) for samples in flat]
     return Summary(
-        median_us=max(statistics.median(samples) for samples in flat),
+        median_us=max(medians),
         p99_us=max(percentile(samples, 99) for samples in flat),
         round_us=tuple(max(statistics.median(s) for s in samples) for samples in by_round),
         samples=len(flat[0]),
+        slowest_rank=medians.index(max(medians)),
     )
 
 
@@ -117,32 +138,43 @@ def measure(
     context: RankContext, variants: Mapping[str, Variant], effort: Effort, what: str
 ) -> dict[str, Summary]:
     """Time all variants in turn, round after round, and summarise over the ranks. Collective."""
-    counts = {name: _agree_count(context, variants[name], effort, name) for name in variants}
+    batches = {name: _agree_batch(context, variants[name], effort, name) for name in variants}
     rounds: dict[str, Rounds] = {name: [] for name in variants}
     for number in range(effort.rounds):
+        if context.gather(effort.is_over(number))[0]:  # one rank's clock decides for all
+            break
         context.progress(f"{what}: round {number + 1} of {effort.rounds}")
         for name, variant in variants.items():
             context.line_up(f"{what}, {name}")
-            samples = time_runs(context, variant.run, counts[name], f"{what}, {name}")
+            lead_in, count = batches[name]
+            samples = time_runs(context, variant.run, count, f"{what}, {name}", lead_in)
             rounds[name].append([sample / variant.calls for sample in samples])
     by_rank = context.gather(rounds)
     return {name: summarise([rank[name] for rank in by_rank]) for name in variants}
 
 
-def _agree_count(context: RankContext, variant: Variant, effort: Effort, name: str) -> int:
-    """Runs in a batch: the same on every rank, or they would wait for each other for ever."""
+def _agree_batch(
+    context: RankContext, variant: Variant, effort: Effort, name: str
+) -> tuple[int, int]:
+    """Runs ahead, and runs in a batch: the same on every rank, or one would wait for ever."""
     context.line_up(f"estimate of {name}")
-    estimate_us = statistics.median(time_runs(context, variant.run, MIN_COUNT, name))
+    estimate_us = min(time_runs(context, variant.run, 2, name, lead_in=1))
     slowest_us: float = max(context.gather(estimate_us))
     wanted = math.ceil(effort.batch_ms * 1e3 / max(slowest_us, 1e-3))
-    return max(MIN_COUNT, min(MAX_COUNT, wanted))
+    if slowest_us >= LONG_US:
+        return 1, max(2, wanted)
+    return LEAD_IN, max(MIN_COUNT, min(MAX_COUNT, wanted))
 
 
 def time_runs(
-    context: RankContext, run: Callable[[], object], count: int, what: str
+    context: RankContext,
+    run: Callable[[], object],
+    count: int,
+    what: str,
+    lead_in: int = LEAD_IN,
 ) -> list[float]:
     """Microseconds of each of ``count`` runs, one right after the other."""
-    for _ in range(LEAD_IN):
+    for _ in range(lead_in):
         run()
     if context.device.type == "cpu":
         stamps = [time.perf_counter()]

@@ -1,18 +1,20 @@
 """``ulysses-topology``: may this machine use the copy engines, for which GPUs, and if not, why?
 
-The exit status is 0 if the group is eligible, 1 if it is not, 2 if that could not be told. Whatever
-is wrong with the machine is part of the answer, never a traceback.
+The exit status is 0 if the group is eligible, 1 if it is not, 2 if that could not be told, and 130
+if the user ended it. Whatever is wrong with the machine is part of the answer, never a traceback.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import torch
 import typer
@@ -20,23 +22,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ulysses_ops.facts import Topology
+from ulysses_ops.nvml import started
 from ulysses_ops.tools.cuda_runtime import RowCopy, enable_peer_access
-from ulysses_ops.tools.pair_bandwidth import (
-    FORMS,
-    PairRate,
-    PeerTimer,
-    TimeCopies,
-    measure_pairs,
-    runs_of,
-)
-from ulysses_ops.tools.pair_check import Connect, PairFailure, RowCopyCall, check_pairs
+from ulysses_ops.tools.pair_bandwidth import FORMS, PeerTimer, TimeCopies, measure_pairs, runs_of
+from ulysses_ops.tools.pair_check import Connect, RowCopyCall, check_pairs
 from ulysses_ops.tools.results import read_machine, write_results
 from ulysses_ops.tools.topology_picture import draw, to_dot
-from ulysses_ops.tools.topology_table import print_rates, print_topology, print_verdict
-from ulysses_ops.tools.topology_verdict import Verdict, judge
+from ulysses_ops.tools.topology_report import Findings, load, report
+from ulysses_ops.tools.topology_table import (
+    print_rates,
+    print_topology,
+    print_unmeasured,
+    print_verdict,
+)
+from ulysses_ops.tools.topology_verdict import Verdict
 from ulysses_ops.topology import probe
 
 COULD_NOT_TELL = 2
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -45,58 +48,18 @@ class Machinery:
 
     Attributes:
         look: Probes this machine.
+        keep_up: Keeps NVML up while a second probe is timed.
         copy: Makes the copy call of the data check.
         connect: Opens the memory of one GPU to another.
         timer: Makes what times copies between devices, for copies of some bytes.
     """
 
     look: Callable[[], Topology] = lambda: probe(torch.device("cuda", 0), every_device=True)
+    keep_up: Callable[[], AbstractContextManager[None]] = started
     copy: Callable[[], RowCopyCall] = RowCopy
     connect: Connect = enable_peer_access
     timer: Callable[[Sequence[torch.device], int], TimeCopies] = lambda devices, size: (
         PeerTimer(devices, size).time_copies
-    )
-
-
-@dataclass
-class Findings:
-    """What is known so far."""
-
-    topology: Topology
-    probe_ms: float | None
-    checked: bool = False
-    failures: list[PairFailure] = field(default_factory=list)
-    rates: list[PairRate] = field(default_factory=list)
-
-
-def report(findings: Findings, verdict: Verdict) -> dict[str, Any]:
-    """Everything, for ``--json`` and for results; ``--from`` reads it."""
-    return {
-        "verdict": asdict(verdict),
-        "probe_ms": findings.probe_ms,
-        "data_check": [asdict(f) for f in findings.failures] if findings.checked else None,
-        "bandwidth": [asdict(rate) for rate in findings.rates] or None,
-        "topology": json.loads(findings.topology.to_json()),
-    }
-
-
-def load(path: Path) -> Findings:
-    """Read a topology, or a report with one and with what was measured then.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError, TypeError: it holds no topology or report of this version.
-    """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or "topology" not in content:
-        return Findings(Topology.from_json(json.dumps(content)), None)
-    failures = content.get("data_check")
-    return Findings(
-        Topology.from_json(json.dumps(content["topology"])),
-        content.get("probe_ms"),
-        checked=failures is not None,
-        failures=[PairFailure(**failure) for failure in failures or []],
-        rates=[PairRate(**rate) for rate in content.get("bandwidth") or []],
     )
 
 
@@ -119,10 +82,14 @@ def check_topology(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the links into a PNG file, with matplotlib.")
     ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit that is run, where git cannot tell; for --out.")
+    ] = None,
 ) -> None:
     """Say whether this machine may use the copy engines, for which GPUs, and if not, why."""
-    options = Options(json_out, from_file, world_size, verify, bandwidth, out, dot, picture)
-    raise typer.Exit(run(options, Machinery(), Console(), Console(stderr=True)))
+    options = Options(json_out, from_file, world_size, verify, bandwidth, out, dot, picture, commit)
+    console, errors = (Console(file=patient(stream)) for stream in (sys.stdout, sys.stderr))
+    raise typer.Exit(run(options, Machinery(), console, errors))
 
 
 @dataclass(frozen=True)
@@ -137,12 +104,51 @@ class Options:
     out: Path | None = None
     dot: Path | None = None
     picture: Path | None = None
+    commit: str | None = None
+
+
+class Patient:
+    """An output whose reader may leave early, as ``head`` does: the status stays the answer."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or drop what nobody reads any more."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what nobody reads any more."""
+        self._try(self._stream.flush)
+
+    def _try(self, step: Callable[[], Any]) -> None:
+        try:
+            step()
+        except OSError as error:
+            # What is left in the stream goes nowhere, or the end of Python would fail at it again.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            if not isinstance(error, BrokenPipeError):
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def patient(stream: IO[str] | None) -> IO[str]:
+    """Return ``stream`` as a :class:`Patient` one; one that is closed swallows everything."""
+    return cast("IO[str]", Patient(Path(os.devnull).open("w") if stream is None else stream))
 
 
 def run(options: Options, machinery: Machinery, console: Console, errors: Console) -> int:
     """Do what is asked and return the exit status."""
     try:
         return _run(options, machinery, console, errors)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return INTERRUPTED
     except Exception as error:  # noqa: BLE001  a machine may fail in any way; that is the answer
         _say_why(error, errors)
         return COULD_NOT_TELL
@@ -154,7 +160,7 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
         message = "--verify, --bandwidth and --out are about this machine, --from is about another"
         raise ValueError(message)
     findings = _look(options, machinery)
-    verdict = judge(findings.topology, options.world_size, findings.failures)
+    verdict = findings.judged(options.world_size)
     if not options.json_out:
         print_topology(console, findings.topology, verdict)
     broken: Exception | None = None
@@ -162,10 +168,8 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
         _measure(options, machinery, findings, errors)
     except Exception as error:  # noqa: BLE001  what was meant to confirm the verdict failed
         broken = error
-    after = judge(findings.topology, options.world_size, findings.failures)
-    if broken is not None and after.word == "eligible":
-        line = f"measuring failed: {type(broken).__name__}"
-        after = replace(after, word="unknown", line=line)
+        findings.broken = _in_words(error)
+    after = findings.judged(options.world_size)
     if options.json_out:
         console.print(json.dumps(report(findings, after), indent=1), markup=False, soft_wrap=True)
     else:
@@ -176,9 +180,12 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
     return after.exit_code
 
 
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
 def _say_why(error: Exception, errors: Console) -> None:
-    text = " ".join(str(error).split())[:500]
-    errors.print(f"could not tell: {type(error).__name__}: {text}", markup=False)
+    errors.print(f"could not tell: {_in_words(error)}", markup=False)
 
 
 def devices_of(topology: Topology) -> list[torch.device]:
@@ -189,9 +196,18 @@ def devices_of(topology: Topology) -> list[torch.device]:
 def _look(options: Options, machinery: Machinery) -> Findings:
     if options.from_file is not None:
         return load(options.from_file)
+    topology, first_ms = _timed(machinery.look)
+    if not topology.devices:
+        return Findings(topology, first_ms)
+    with machinery.keep_up():
+        _, warm_ms = _timed(machinery.look)
+    return Findings(topology, first_ms, warm_ms)
+
+
+def _timed(look: Callable[[], Topology]) -> tuple[Topology, float]:
     start = time.perf_counter()
-    topology = machinery.look()
-    return Findings(topology, round((time.perf_counter() - start) * 1e3, 1))
+    topology = look()
+    return topology, round((time.perf_counter() - start) * 1e3, 1)
 
 
 def _measure(options: Options, machinery: Machinery, findings: Findings, errors: Console) -> None:
@@ -216,8 +232,9 @@ def _measure(options: Options, machinery: Machinery, findings: Findings, errors:
         if options.bandwidth:
             size = max(form.total_bytes for form in FORMS)
             bar = progress.add_task("bandwidth", total=sum(1 for _ in runs_of(len(devices))))
-            findings.rates = measure_pairs(
-                len(devices),
+            findings.rates, findings.unmeasured = measure_pairs(
+                devices,
+                machinery.connect,
                 machinery.timer(devices, size),
                 advance=lambda text: progress.update(bar, description=text, advance=1),
             )
@@ -227,8 +244,9 @@ def _print_measured(console: Console, findings: Findings, before: Verdict, after
     if findings.checked and not findings.failures:
         console.print("data check: every byte arrived, on every pair and in both directions")
     for failure in findings.failures:
-        console.print(str(failure), markup=False)
+        console.print(str(failure), markup=False, highlight=False)
     print_rates(console, findings.rates)
+    print_unmeasured(console, findings.unmeasured)
     if after != before:
         print_verdict(console, after)
 
@@ -246,14 +264,14 @@ def _write(options: Options, findings: Findings, verdict: Verdict, errors: Conso
         count = len(findings.topology.devices)
         device = torch.device("cuda", 0) if count else torch.device("cpu")
         machine = read_machine(device, count)
-        path = write_results(options.out, "topology", machine, None, report(findings, verdict))
+        content = report(findings, verdict)
+        path = write_results(options.out, "topology", machine, options.commit, content)
         errors.print(f"written: {path}", markup=False)
 
 
 def main() -> None:
     """Entry point of the console script."""
-    with suppress(BrokenPipeError):
-        typer.run(check_topology)
+    typer.run(check_topology)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ulysses_ops.facts import Topology
-from ulysses_ops.obstacles import pair_faults
+from ulysses_ops.obstacles import pair_faults, pairs_by_ends
 from ulysses_ops.tools.topology_table import in_order, joined_by, label
 
 SWITCH = "NVSwitch"
@@ -31,9 +31,7 @@ def links(topology: Topology) -> tuple[dict[str, str], list[Edge]]:
     """
     gpus = in_order(topology)
     places = {label(gpu): f"{label(gpu)}\n{gpu.name.removeprefix('NVIDIA ')}" for gpu in gpus}
-    good = {
-        (pair.source_uuid, pair.target_uuid) for pair in topology.pairs if not pair_faults(pair)
-    }
+    good = {ends for ends, pair in pairs_by_ends(topology).items() if not pair_faults(pair)}
     switched = [gpu for gpu in gpus if gpu.has_switch]
     full = len(switched) > 1 and all(
         (a.uuid, b.uuid) in good for a in switched for b in switched if a is not b

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ulysses_ops.facts import Gpu, Pair, Reading, Topology
-from ulysses_ops.obstacles import pair_faults
-from ulysses_ops.tools.pair_bandwidth import FLAT, PairRate
+from ulysses_ops.obstacles import pair_faults, pairs_by_ends
+from ulysses_ops.tools.page import Side, print_matrix, print_paragraphs, print_rows
+from ulysses_ops.tools.pair_bandwidth import FLAT, PairRate, Unmeasured
 from ulysses_ops.tools.topology_verdict import Verdict, condensed
 
 UNKNOWN = "??"
+CORNER = "from \\ to"
+NARROW = 70  # columns below which the verdict gets no column of names
 GIB = 1 << 30
 COLOURS = {"eligible": "bold green", "not eligible": "bold red", "unknown": "bold yellow"}
 ANCESTORS = {
@@ -24,6 +27,14 @@ ANCESTORS = {
     "node": "NODE",
     "system": "SYS",
 }
+RATE_COLUMNS: tuple[tuple[str, Side], ...] = (
+    ("rows", "right"),
+    ("row bytes", "right"),
+    ("one way, slowest pair", "right"),
+    ("fastest", "right"),
+    ("both ways, slowest pair", "right"),
+    ("fastest", "right"),
+)
 LEGEND = (
     "row: the GPU that writes; column: the owner of the memory. NV18: links over which the pair is "
     "joined; no, ??: not, or not known to be. PIX, PXB, PHB, NODE, SYS: where they meet on PCI."
@@ -48,32 +59,28 @@ def print_topology(console: Console, topology: Topology, verdict: Verdict) -> No
     for line in _heading(topology):
         console.print(Text(line))
     if topology.gpus:
-        console.print(_gpu_table(topology))
+        print_rows(console, GPU_COLUMNS, [_gpu_row(gpu) for gpu in in_order(topology)])
     if topology.pairs:
-        console.print(_pair_table(topology))
+        _print_pairs(console, topology)
         console.print(Text(LEGEND, style="dim"))
     print_verdict(console, verdict)
 
 
 def print_verdict(console: Console, verdict: Verdict) -> None:
     """Print the verdict in one line, then why and what to do."""
-    page = Table.grid(padding=(0, 2))
-    page.add_column()
-    page.add_column(overflow="fold")
     line = Text(verdict.word, style=COLOURS[verdict.word])
     line.append(f": {verdict.line}", style="default")
-    page.add_row("verdict", line)
     causes = condensed(verdict.reasons)
     is_said = bool(causes) and verdict.line.startswith(causes[0])
+    entries = [("verdict", line)]
     for name, lines in (
         ("why", causes[1:] if is_said else causes),
         ("note", verdict.warnings),
         ("could", verdict.suggestions),
         ("do", verdict.advice),
     ):
-        for text in lines:
-            page.add_row(name, Text(text))
-    console.print(page)
+        entries += [(name, Text(text)) for text in lines]
+    print_paragraphs(console, entries, NARROW)
 
 
 def _heading(topology: Topology) -> list[str]:
@@ -95,36 +102,34 @@ def _shown(reading: Reading) -> str:
     return UNKNOWN if reading.value is None else str(reading.value)
 
 
-def _gpu_table(topology: Topology) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("CUDA", "right"),
-        ("NVML", "right"),
-        ("GPU", "left"),
-        ("PCI", "left"),
-        ("sm", "right"),
-        ("GiB", "right"),
-        ("NVLinks", "left"),
-        ("NUMA", "right"),
-        ("CPUs", "left"),
-        ("state", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for gpu in in_order(topology):
-        memory = gpu.memory_bytes.value
-        table.add_row(
-            "-" if gpu.cuda_ordinal is None else str(gpu.cuda_ordinal),
-            str(gpu.nvml_index),
-            gpu.name.removeprefix("NVIDIA "),
-            (gpu.pci_bus_id or UNKNOWN)[4:],
-            _shown(gpu.compute_capability),
-            str(memory // GIB) if isinstance(memory, int) else UNKNOWN,
-            _links(gpu),
-            _shown(gpu.numa_node),
-            _shown(gpu.cpu_affinity),
-            _state(gpu),
-        )
-    return table
+GPU_COLUMNS: tuple[tuple[str, Side], ...] = (
+    ("CUDA", "right"),
+    ("NVML", "right"),
+    ("GPU", "left"),
+    ("PCI", "left"),
+    ("sm", "right"),
+    ("GiB", "right"),
+    ("NVLinks", "left"),
+    ("NUMA", "right"),
+    ("CPUs", "left"),
+    ("state", "left"),
+)
+
+
+def _gpu_row(gpu: Gpu) -> list[str]:
+    memory = gpu.memory_bytes.value
+    return [
+        "-" if gpu.cuda_ordinal is None else str(gpu.cuda_ordinal),
+        str(gpu.nvml_index),
+        gpu.name.removeprefix("NVIDIA "),
+        gpu.pci_bus_id[4:] if gpu.pci_bus_id else UNKNOWN,
+        _shown(gpu.compute_capability),
+        str(memory // GIB) if isinstance(memory, int) else UNKNOWN,
+        _links(gpu),
+        _shown(gpu.numa_node),
+        _shown(gpu.cpu_affinity),
+        _state(gpu),
+    ]
 
 
 def _links(gpu: Gpu) -> str:
@@ -132,10 +137,16 @@ def _links(gpu: Gpu) -> str:
         return UNKNOWN
     if not gpu.nvlinks.value:
         return "none"
-    rate = gpu.nvlink_mbps.value
-    speed = f" {rate / 1000:.1f} GB/s" if isinstance(rate, int) else ""
-    version = f" v{gpu.nvlink_version.value}" if gpu.nvlink_version.value is not None else ""
-    return f"{gpu.nvlinks.value}{version}{speed}{' switch' if gpu.has_switch else ''}"
+    rate, version = gpu.nvlink_mbps.value, gpu.nvlink_version.value
+    nominal = "~" if gpu.nvlink_mbps.source.startswith("nominal") else ""
+    told = [str(gpu.nvlinks.value)]
+    if version is not None:
+        told.append(f"v{version}" if str(version)[0].isdigit() else f"version {version}")
+    if isinstance(rate, int):
+        told.append(f"{nominal}{rate / 1000:.1f} GB/s")
+    if gpu.has_switch:
+        told.append("switch")
+    return " ".join(told)
 
 
 def _state(gpu: Gpu) -> str:
@@ -154,22 +165,19 @@ def _state(gpu: Gpu) -> str:
     return ", ".join(said) or "ok"
 
 
-def _pair_table(topology: Topology) -> Table:
+def _print_pairs(console: Console, topology: Topology) -> None:
     gpus = in_order(topology)
-    pairs = {(pair.source_uuid, pair.target_uuid): pair for pair in topology.pairs}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("from \\ to", justify="right")
-    for gpu in gpus:
-        table.add_column(label(gpu), justify="left")
-    for source in gpus:
-        cells = [
+    pairs = pairs_by_ends(topology)
+    cells = [
+        [
             Text("-")
             if source is target
             else _cell(source, target, pairs.get((source.uuid, target.uuid)))
             for target in gpus
         ]
-        table.add_row(label(source), *cells)
-    return table
+        for source in gpus
+    ]
+    print_matrix(console, CORNER, [label(gpu) for gpu in gpus], cells)
 
 
 def _cell(source: Gpu, target: Gpu, pair: Pair | None) -> Text:
@@ -199,36 +207,34 @@ def print_rates(console: Console, rates: Sequence[PairRate]) -> None:
     """Print measured rates: a matrix of flat copies, then the slowest pair by form."""
     if not rates:
         return
-    count = 1 + max(rate.target for rate in rates)
+    labels = [str(n) for n in sorted({n for rate in rates for n in (rate.source, rate.target)})]
     flat = [rate for rate in rates if (rate.rows, rate.row_bytes) == (FLAT.rows, FLAT.row_bytes)]
     for both_ways in (False, True):
-        by_way = {(r.source, r.target): r.gbs for r in flat if r.both_ways == both_ways}
+        by_way = {
+            (str(r.source), str(r.target)): f"{r.gbs:.1f}" for r in flat if r.both_ways == both_ways
+        }
         how = "both ways at once" if both_ways else "one way"
-        console.print(f"GB/s of each direction, {FLAT.title}, {how}:")
-        table = Table(box=None, pad_edge=False)
-        table.add_column("from \\ to", justify="right")
-        for target in range(count):
-            table.add_column(str(target), justify="right")
-        for source in range(count):
-            cells = [by_way.get((source, target)) for target in range(count)]
-            table.add_row(str(source), *("-" if c is None else f"{c:.1f}" for c in cells))
-        console.print(table)
-    table = Table(title="GB/s by form", box=None, pad_edge=False, title_justify="left")
-    for name in (
-        "rows",
-        "row bytes",
-        "one way, slowest pair",
-        "fastest",
-        "both ways, slowest pair",
-    ):
-        table.add_column(name, justify="right")
-    table.add_column("fastest", justify="right")
-    for rows, row_bytes in dict.fromkeys((rate.rows, rate.row_bytes) for rate in rates):
-        same = [r for r in rates if (r.rows, r.row_bytes) == (rows, row_bytes)]
-        ends = [
-            f"{pick(r.gbs for r in same if r.both_ways == both):.1f}"
-            for both in (False, True)
-            for pick in (min, max)
-        ]
-        table.add_row(str(rows), str(row_bytes), *ends)
-    console.print(table)
+        console.print(Text(f"GB/s of each direction, {FLAT.title}, {how}:"))
+        cells = [[by_way.get((source, target), "-") for target in labels] for source in labels]
+        print_matrix(console, CORNER, labels, cells)
+    rows = []
+    for form in dict.fromkeys((rate.rows, rate.row_bytes) for rate in rates):
+        same = [rate for rate in rates if (rate.rows, rate.row_bytes) == form]
+        rows.append([*map(str, form), *_ends(same, both_ways=False), *_ends(same, both_ways=True)])
+    print_rows(console, RATE_COLUMNS, rows, title="GB/s by form")
+
+
+def _ends(rates: Sequence[PairRate], *, both_ways: bool) -> list[str]:
+    """The slowest and the fastest; a form that was measured one way alone has none both ways."""
+    found = [rate.gbs for rate in rates if rate.both_ways == both_ways]
+    return [f"{min(found):.1f}", f"{max(found):.1f}"] if found else ["-", "-"]
+
+
+def print_unmeasured(console: Console, unmeasured: Sequence[Unmeasured]) -> None:
+    """Say which pairs were not measured, equal causes together."""
+    ways: dict[str, list[str]] = {}
+    for one in unmeasured:
+        what = re.sub(r"\S+ -> \S+: ", "", one.what)
+        ways.setdefault(what, []).append(f"{one.source}->{one.target}")
+    for what, which in ways.items():
+        console.print(Text(f"not measured {' '.join(which)}: {what}"))

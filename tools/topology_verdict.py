@@ -11,86 +11,11 @@ from ulysses_ops.eligibility import Decision, Request, decide
 from ulysses_ops.facts import Topology
 from ulysses_ops.suggestions import suggest
 from ulysses_ops.tools.pair_check import PairFailure
+from ulysses_ops.tools.topology_advice import advise
 
 Word = Literal["eligible", "not eligible", "unknown"]
+MAX_IN_LINE = 12  # directed pairs that are named in the verdict's line; reasons name all
 EXIT_CODES: dict[Word, int] = {"eligible": 0, "not eligible": 1, "unknown": 2}
-
-# What a reason or a note matches -> what to do. Reasons that name their remedy are not here.
-ADVICE = (
-    (
-        r"Error 802|not yet initialized|fabric state is (not started|in progress)",
-        (
-            "start NVIDIA's fabric manager on the host, in the version of the driver "
-            "(systemctl status nvidia-fabricmanager), and try again"
-        ),
-    ),
-    (
-        r"Shared Library Not Found",
-        "install the NVIDIA driver, or start the container with access to the GPUs",
-    ),
-    (r"DriverNotLoaded", "load the NVIDIA kernel module; nvidia-smi has to work first"),
-    (
-        r"LibRmVersionMismatch",
-        "the driver was updated under its loaded kernel module: reload the module, or reboot",
-    ),
-    (r"NoPermission", "give this user access to /dev/nvidia*, or the container its devices"),
-    (
-        r"GpuIsLost|GPU is lost",
-        "a GPU fell off the bus: look for Xid 79 in the kernel log, then reset the GPU or reboot",
-    ),
-    (r"NVML not importable", "pip install nvidia-ml-py"),
-    (
-        r"NVML does not start: AttributeError",
-        "another package has the name pynvml: remove it, then pip install nvidia-ml-py",
-    ),
-    (
-        r"library _C_cuda not loaded",
-        "build ulysses_ops where nvcc 13 is installed, for a torch of CUDA 13",
-    ),
-    (r"MIG is enabled", "switch MIG off on the idle GPU, as root: nvidia-smi -i <NVML> -mig 0"),
-    (
-        r"P2P nvlink status is (NOT_SUPPORTED|GPU_NOT_SUPPORTED)",
-        "no NVLink joins these GPUs: use a group that is joined, or leave it to NCCL",
-    ),
-    (
-        r"CHIPSET_NOT_SUPPORTED|IOH_TOPOLOGY_NOT_SUPPORTED",
-        "the board's bridges do not carry peer traffic between these GPUs: choose others",
-    ),
-    (
-        r"DISABLED_BY_REGKEY",
-        (
-            "a parameter of the kernel module switches peer access off: see NVreg_RegistryDwords "
-            "in /proc/driver/nvidia/params"
-        ),
-    ),
-    (
-        r"CUDA refuses peer access",
-        "compare with nvidia-smi topo -p2p w; look at ACS, the IOMMU and the container's devices",
-    ),
-    (
-        r"failed data check",
-        (
-            "peer access is advertised, yet data does not arrive: switch off ACS on PCIe bridges "
-            "or the IOMMU; until then pass transport='nccl', with NCCL_P2P_DISABLE=1"
-        ),
-    ),
-    (
-        r"P2P \w+ status cannot be read: NVMLError_NotSupported",
-        "this driver does not tell about pairs of GPUs: leave it to NCCL",
-    ),
-    (
-        r"is not among the \d+ GPUs that NVML lists|does not list this pair",
-        (
-            "let NVML see in this container what CUDA sees: pass all GPUs, restrict with "
-            "CUDA_VISIBLE_DEVICES"
-        ),
-    ),
-    (
-        r"no 64-bit stream memory operations|stream memory operations cannot",
-        "use a driver of CUDA 12 or later on bare Linux",
-    ),
-    (r"virtualisation is vgpu", "vGPUs reach each other only where the host has enabled it"),
-)
 
 
 @dataclass(frozen=True)
@@ -126,6 +51,8 @@ def judge(
 ) -> Verdict:
     """Judge the first ``world_size`` CUDA devices, or all, as a group with a rank on each.
 
+    Where there are more devices than ranks, it is also told how all of them could be grouped.
+
     Args:
         topology: What a process knows that was asked for all its devices.
         world_size: Ranks of a group; None for one on each device.
@@ -139,45 +66,74 @@ def judge(
         word: Word = "not eligible" if world_size is None else "eligible"
         return _verdict(topology, word, 1, "one GPU: there is no peer, the operators copy locally")
     group = ranks[:count]
-    decision = decide(group, Request(backends=("nccl",)))
+    decision = decide(group, Request(backends=("nccl",), suggest=False))
     failed = [f for f in failures if f.source < count and f.target < count]
-    apart = [(f.source, f.target) for f in failures]
-    suggestions = suggest(group, apart=apart) if apart else decision.suggestions
+    sizes = (count,) if count < len(ranks) else None
+    warnings = decision.warnings
+    if sizes:
+        warnings += (
+            f"judged are the first {count} of {len(ranks)} GPUs, as a launcher takes them",
+        )
     if failed:  # a certain no, whatever else is known
         others = () if decision.transport == "ce" else decision.reasons
-        decision = Decision("nccl", (*map(str, failed), *others), decision.warnings)
-    if decision.transport == "ce":
+        decision = Decision("nccl", (*map(str, failed), *others))
+    is_eligible = decision.transport == "ce"
+    suggestions: tuple[str, ...] = ()
+    if sizes or not is_eligible:
+        suggestions = suggest(ranks, sizes=sizes, apart=[(f.source, f.target) for f in failures])
+    if is_eligible:
         (line, *more) = decision.reasons
         return _verdict(
-            topology, "eligible", count, line, reasons=tuple(more), warnings=decision.warnings
+            topology,
+            "eligible",
+            count,
+            line,
+            reasons=tuple(more),
+            warnings=warnings,
+            suggestions=suggestions,
         )
-    if count < len(ranks):
-        suggestions = suggest(ranks, sizes=(count,), apart=apart)
-    word = "not eligible" if decision.certain else "unknown"
-    causes = condensed(decision.reasons)
-    line = causes[0] + (f" (and {len(causes) - 1} more)" if len(causes) > 1 else "")
+    causes = condensed(decision.reasons, most=MAX_IN_LINE)
     return _verdict(
         topology,
-        word,
+        "not eligible" if decision.certain else "unknown",
         count,
-        line,
+        causes[0] + (f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""),
         reasons=decision.reasons,
-        warnings=decision.warnings,
+        warnings=warnings,
         suggestions=suggestions,
     )
 
 
-def condensed(reasons: Sequence[str]) -> list[str]:
-    """Say once what holds for several pairs: ``ranks 0->2 1->2: ...``."""
+def doubted(verdict: Verdict, topology: Topology, doubts: Sequence[str]) -> Verdict:
+    """Return the verdict less sure: a yes does not stand where measuring it failed."""
+    if not doubts or verdict.word != "eligible":
+        return verdict
+    return _verdict(
+        topology,
+        "unknown",
+        verdict.world_size,
+        doubts[0],
+        reasons=(*doubts[1:], *verdict.reasons),
+        warnings=verdict.warnings,
+        suggestions=verdict.suggestions,
+    )
+
+
+def condensed(reasons: Sequence[str], most: int | None = None) -> list[str]:
+    """Say once what holds for several pairs: ``X: 2 of the directed pairs, 0->2 1->2``.
+
+    More pairs than ``most`` are counted and not named.
+    """
     pairs: dict[str, list[str]] = {}
     for reason in reasons:
         match = re.fullmatch(r"rank (\d+) -> rank (\d+) \[.*?\]: (.*)", reason)
         what = re.sub(r" \(seen by ranks?[^)]*\)", "", match[3]) if match else reason
         pairs.setdefault(what, []).append(f"{match[1]}->{match[2]}" if match else "")
-    return [
-        f"{what}: {len(ways)} of the directed pairs, {' '.join(ways)}" if ways[0] else what
-        for what, ways in pairs.items()
-    ]
+    said = []
+    for what, ways in pairs.items():
+        named = f", {' '.join(ways)}" if most is None or len(ways) <= most else ""
+        said.append(f"{what}: {len(ways)} of the directed pairs{named}" if ways[0] else what)
+    return said
 
 
 def _too_few(topology: Topology, count: int) -> Verdict:
@@ -208,12 +164,7 @@ def _verdict(
     warnings: tuple[str, ...] = (),
     suggestions: tuple[str, ...] = (),
 ) -> Verdict:
-    said = [*reasons, line, *topology.notes]
-    if word != "eligible":
-        for gpu in topology.gpus:
-            said += [f"fabric state is {gpu.fabric.value}"]
-            said += [f"virtualisation is {gpu.virtualisation.value}"]
-    advice = [do for pattern, do in ADVICE if any(re.search(pattern, text) for text in said)]
-    return Verdict(
-        word, line, count, reasons, warnings + topology.notes, suggestions, tuple(advice)
-    )
+    said = [*reasons, *warnings, line, *topology.notes]
+    notes = tuple(note for note in topology.notes if note not in warnings)
+    advice = advise(topology, count, said, eligible=word == "eligible")
+    return Verdict(word, line, count, reasons, warnings + notes, suggestions, tuple(advice))

@@ -8,11 +8,15 @@ from ulysses_ops.attention import (
     ulysses_attention,
 )
 from ulysses_ops.communicator import UlyssesCommunicator
-from ulysses_ops.errors import AgreementError, TopologyError, UlyssesError
+from ulysses_ops.errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
 from ulysses_ops.exchange import Exchange
-from ulysses_ops.joint import JointSequence, joint_attention
+from ulysses_ops.joint import JointSequence, ulysses_joint_attention
+from ulysses_ops.layer import UlyssesAttention
+from ulysses_ops.norm_rope import qk_norm_rope, qk_norm_rope_into
 from ulysses_ops.ops import gather, scatter
+from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.plan import even_splits
+from ulysses_ops.schedule import PEERS_FIRST, PLAIN, Schedule
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import Window, reserve
 
@@ -20,21 +24,29 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NATIVE",
+    "PEERS_FIRST",
+    "PLAIN",
     "AgreementError",
     "AttentionWindows",
     "Exchange",
     "JointSequence",
+    "NormRope",
+    "PeerTimeoutError",
+    "Schedule",
     "TopologyError",
+    "UlyssesAttention",
     "UlyssesCommunicator",
     "UlyssesError",
     "Window",
     "WindowSpec",
     "even_splits",
     "gather",
-    "joint_attention",
+    "qk_norm_rope",
+    "qk_norm_rope_into",
     "reserve",
     "reserve_attention",
     "scatter",
     "sdpa",
     "ulysses_attention",
+    "ulysses_joint_attention",
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# The CUDA library is built against one major version of the runtime, which torch has loaded.
+# The CUDA libraries are built against one major version of the runtime, which torch has loaded.
 CUDA_MAJOR = "13"
 
 
@@ -20,12 +20,16 @@ class NativeLibraries:
         plan_reason: Why not; empty when it is.
         cuda: Whether ``_C_cuda`` (the copy-engine transport) is loaded.
         cuda_reason: Why not; empty when it is.
+        kernels: Whether ``_C_kernels`` (kernels in CuTe) is loaded.
+        kernels_reason: Why not; empty when it is.
     """
 
     plan: bool
     plan_reason: str
     cuda: bool
     cuda_reason: str
+    kernels: bool = False
+    kernels_reason: str = "not asked for"
 
 
 def _load(path: Path) -> str:
@@ -39,23 +43,42 @@ def _load(path: Path) -> str:
     return ""
 
 
-def load() -> NativeLibraries:
-    """Load both libraries from the package's folder. Creates no CUDA context."""
-    folder = Path(__file__).resolve().parent
-    plan_reason = _load(folder / "_C.so")
+def _load_cuda(path: Path) -> str:
+    """The same for a library that needs CUDA."""
     version = torch.version.cuda
     if version is None:
-        cuda_reason = "this build of torch has no CUDA"
-    elif version.split(".")[0] != CUDA_MAJOR:
-        cuda_reason = f"torch uses CUDA {version}, _C_cuda.so needs CUDA {CUDA_MAJOR}.x"
-    else:
-        cuda_reason = _load(folder / "_C_cuda.so")
+        return "this build of torch has no CUDA"
+    if version.split(".")[0] != CUDA_MAJOR:
+        return f"torch uses CUDA {version}, {path.name} needs CUDA {CUDA_MAJOR}.x"
+    return _load(path)
+
+
+def load() -> NativeLibraries:
+    """Load the libraries from the package's folder. Creates no CUDA context."""
+    folder = Path(__file__).resolve().parent
+    plan_reason = _load(folder / "_C.so")
+    cuda_reason = _load_cuda(folder / "_C_cuda.so")
+    kernels_reason = _load_cuda(folder / "_C_kernels.so")
     return NativeLibraries(
         plan=not plan_reason,
         plan_reason=plan_reason,
         cuda=not cuda_reason,
         cuda_reason=cuda_reason,
+        kernels=not kernels_reason,
+        kernels_reason=kernels_reason,
     )
 
 
 NATIVE = load()
+
+
+def load_kernels(device: torch.device) -> int:
+    """Load every kernel of ``_C_kernels`` onto a GPU, and return how many there are.
+
+    The first launch of a kernel loads it, which can need an idle device: with a wait pending that
+    only a peer can end, both would hang. So this comes before the first wait. Does nothing on the
+    CPU and where the library is not loaded; 0 where it holds no code for this GPU.
+    """
+    if device.type != "cuda" or not NATIVE.kernels:
+        return 0
+    return int(torch.ops.ulysses._load_kernels(device.index))

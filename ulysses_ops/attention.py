@@ -58,9 +58,26 @@ def qkv_specs(
     return spec("v", kv_shape), spec("k", kv_shape), spec("q", q_shape)
 
 
-def out_spec(queries: WindowSpec) -> WindowSpec:
-    """Spec of the attention's output: the way back of the queries."""
-    return replace(queries, name="attention.out", direction="gather", channel=None)
+def out_specs(queries: WindowSpec, chunks: int = 1) -> list[WindowSpec]:
+    """Specs of the attention's output, by chunks of heads, each of which is a channel.
+
+    One chunk goes the way back of the queries; more of them need even heads.
+    """
+    if chunks == 1:
+        return [replace(queries, name="attention.out", direction="gather", channel=None)]
+    batch, seq, heads, head_dim = queries.shape
+    shape = (batch, seq, heads // chunks, head_dim)
+    return [
+        WindowSpec(
+            f"attention.out.{chunk}/{chunks}",
+            "gather",
+            shape,
+            queries.dtype,
+            None,
+            queries.seq_splits,
+        )
+        for chunk in range(chunks)
+    ]
 
 
 def reserve_attention(
@@ -79,7 +96,7 @@ def reserve_attention(
     """
     options = {"seq_splits": seq_splits, "head_splits": head_splits}
     specs = qkv_specs(comm, q_shape, kv_shape, dtype, **options)
-    return AttentionWindows(*reserve(comm, [*specs, out_spec(specs[2])]))
+    return AttentionWindows(*reserve(comm, [*specs, *out_specs(specs[2])]))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -276,7 +293,7 @@ def _refuse_rows(
     q_shape, k_shape = ((x.shape[0], seq_splits[comm.rank], *x.shape[2:]) for x in (q, k))
     options = {"seq_splits": seq_splits, "head_splits": head_splits}
     v_spec, k_spec, q_spec = qkv_specs(comm, q_shape, k_shape, q.dtype, **options)
-    met = [v_spec, k_spec, q_spec, out_spec(q_spec)]
+    met = [v_spec, k_spec, q_spec, *out_specs(q_spec)]
     if functional:
         met = [replace(q_spec, name=FUNCTIONAL_NAMES["scatter"], channel=None)]
     refuse(comm, met, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -12,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
-from .copy_engine import SIGNAL_KINDS, CopyEngineGroup, SignalKind
+from .arguments import backends_of, check_arguments, check_timeout, resolve_device
+from .copy_engine import CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import AgreementError, TopologyError, UlyssesError
 from .lifetime import Resource, State, finalise, sweep
 from .mapping import MAPPING_KINDS, MappingKind
+from .post_mortem import PostMortem
 from .topology import Topology, probe
 
 R = TypeVar("R", bound=Resource)
@@ -43,7 +47,8 @@ class UlyssesCommunicator:
         mapping: Provider of mapped memory with ``ce``, else ``None``.
         reasons: Why this transport, alike on every rank.
         token: Tensor that the deferred operators mutate, so that compilers keep their order.
-        timeout_s: How long a meeting of the ranks waits for the slowest, in seconds.
+        timeout_s: How long a meeting of the ranks, and an exchange on copy engines, waits for the
+            slowest, in seconds.
         max_windows: Windows that are cached at most.
     """
 
@@ -58,6 +63,7 @@ class UlyssesCommunicator:
         name: str | None = None,
         max_windows: int = 12,
         timeout_s: float = 60.0,
+        dump_dir: Path | None = None,
         allow_shared_devices: bool = False,
     ) -> None:
         """Meet the other ranks and agree on a transport.
@@ -72,7 +78,10 @@ class UlyssesCommunicator:
             name: Name in the operator schemas; that of the group when left out. A second
                 communicator over the same ranks needs a name of its own.
             max_windows: Windows that are cached at most.
-            timeout_s: How long a meeting of the ranks waits for the slowest, in seconds.
+            timeout_s: How long a meeting of the ranks, and an exchange on copy engines, waits for
+                the slowest, in seconds. Then the communicator gives up: windows hold NaN, waits
+                end, and the next call on every rank raises ``PeerTimeoutError``.
+            dump_dir: Folder for the latest exchanges of this rank, as JSON, when it gives up.
             allow_shared_devices: Let several ranks use one GPU. For tests: correct, never fast.
 
         Raises:
@@ -92,11 +101,12 @@ class UlyssesCommunicator:
         self.name = name or ("ulysses" if group is None else group.group_name)
         self.timeout_s = timeout_s
         self.max_windows = max_windows
+        self._post_mortem = PostMortem(self.name, self.rank, self.world_size, dump_dir)
         self.mapping: MappingKind | None = None
         self._state = State()
         sweep()
         weakref.finalize(self, finalise, self._state)
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         self.agreement = self._join()
 
         wanted = {
@@ -108,7 +118,8 @@ class UlyssesCommunicator:
             "allow_shared_devices": allow_shared_devices,
         }
         self.device, topologies = self._meet(wanted, device)
-        request = Request(transport, _backends(group, self.device), allow_shared_devices)
+        offered = backends_of(group, self.device)
+        request = Request(transport, offered, allow_shared_devices, suggest=False)
         decision = decide(topologies, request)
         if decision.transport == "ce":
             decision = self._establish_copy_engine(decision, topologies, request, mapping, signal)
@@ -137,7 +148,7 @@ class UlyssesCommunicator:
         """Exchange arguments and topologies; raise alike on every rank when arguments are wrong."""
 
         def look() -> tuple[torch.device, Topology]:
-            _check_arguments(wanted)
+            check_arguments(wanted)
             existing = _BY_NAME.get(self.name)
             if existing is not None and not existing.closed and existing._is_current():
                 message = (
@@ -145,7 +156,8 @@ class UlyssesCommunicator:
                     f"close it or give another name"
                 )
                 raise ValueError(message)
-            chosen = _resolve_device(device)
+            chosen = resolve_device(device)
+            load_kernels(chosen)  # while nothing waits on the device
             return chosen, probe(chosen)
 
         seen, failures = self.agreement.attempt("UlyssesCommunicator", look)
@@ -153,8 +165,7 @@ class UlyssesCommunicator:
             message = f"UlyssesCommunicator: {'; '.join(failures)}"
             raise ValueError(message)
         assert seen is not None
-        stale = _BY_NAME.get(self.name)
-        if stale is not None:
+        if (stale := _BY_NAME.get(self.name)) is not None:
             stale.close()
         chosen, topology = seen
         records = self.agreement.exchange(
@@ -222,14 +233,52 @@ class UlyssesCommunicator:
         return self._state.closed
 
     def check_open(self, op: str) -> None:
-        """Raise if it is closed.
+        """Raise if it is closed, or has given up. Asks the host alone.
 
         Raises:
-            UlyssesError: it is.
+            PeerTimeoutError: a peer did not signal in time, or gave up.
+            UlyssesError: it is closed.
         """
         if self.closed:
             message = f"{op}: communicator '{self.name}' is closed; construct a new one"
             raise UlyssesError(message)
+        if self.copy_engine is not None:
+            self._post_mortem.raise_failure(op, self.copy_engine)
+
+    def check(self) -> None:
+        """Raise if this rank or a peer has given up on an exchange.
+
+        What was handed out before is good when this returns after it was waited for;
+        :meth:`synchronize` does both.
+
+        Raises:
+            PeerTimeoutError: a peer did not signal in time, or gave up.
+            UlyssesError: it is closed.
+        """
+        self.check_open("check")
+        if self.copy_engine is not None:
+            self._post_mortem.raise_failure("check", self.copy_engine, look=True)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the current stream, then :meth:`check`. Local.
+
+        Bounded where the exchanges are on copy engines: a wait that no peer answers within
+        ``timeout_s`` is ended, and raises here.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.check()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change how long meetings and exchanges wait for the slowest rank, in seconds. Local.
+
+        Raises:
+            ValueError: not above 0.
+        """
+        check_timeout(timeout_s)
+        self.timeout_s = self.agreement.timeout_s = timeout_s
+        if self.copy_engine is not None:
+            self.copy_engine.set_limit(timeout_s)
 
     @property
     def copy_engine(self) -> CopyEngineGroup | None:
@@ -311,52 +360,3 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
         )
         raise ValueError(message)
     return found
-
-
-def _check_arguments(wanted: dict[str, Any]) -> None:
-    choices: dict[str, tuple[str, ...]] = {
-        "transport": ("ce", "nccl", "gloo"),
-        "mapping": MAPPING_KINDS,
-        "signal": SIGNAL_KINDS,
-    }
-    for argument, allowed in choices.items():
-        value = wanted[argument]
-        if value is not None and value not in allowed:
-            message = f"{argument}={value!r} must be one of {allowed} or None"
-            raise ValueError(message)
-    if not isinstance(wanted["max_windows"], int) or wanted["max_windows"] < 1:
-        message = f"max_windows={wanted['max_windows']!r} must be a whole number, at least 1"
-        raise ValueError(message)
-    needs_ce = [name for name in ("mapping", "signal") if wanted[name] is not None]
-    if needs_ce and wanted["transport"] not in (None, "ce"):
-        message = (
-            f"{needs_ce[0]}= goes with transport='ce', not {wanted['transport']!r}; leave it out"
-        )
-        raise ValueError(message)
-
-
-def _check_timeout(timeout_s: float) -> None:
-    """Checked before the first meeting, which it limits."""
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        message = (
-            f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0"
-        )
-        raise ValueError(message)
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _backends(group: ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """What the process group can move tensors of this device with."""
-    if group is None:
-        return ()
-    config = dist.get_backend_config(group)
-    pairs = (entry.split(":") for entry in config.split(","))
-    return tuple(backend for kind, backend in pairs if kind == device.type)

@@ -69,7 +69,7 @@ class CopyEngineGroup:
         number, failures = agreement.attempt(
             "group",
             lambda: torch.ops.ulysses._ce_create_group(
-                name, rank, world_size, device.index, list(words.pointers), 0
+                name, rank, world_size, device.index, list(words.pointers), 0, agreement.timeout_s
             ),
         )
         if failures:
@@ -153,6 +153,11 @@ class CopyEngineGroup:
         """Claim the current stream's capture for this group alone, and return its id."""
         return int(torch.ops.ulysses._ce_own_capture(self.number))
 
+    def captured_exchanges(self, capture: int) -> list[str]:
+        """What a capture exchanges, in order: alike on ranks whose graphs belong together."""
+        text: str = torch.ops.ulysses._ce_captured_exchanges(self.number, capture)
+        return text.splitlines()
+
     def window_states(self) -> dict[int, tuple[int, int]]:
         """Address of each window -> when it was last used (higher is later), graphs that use it."""
         numbers = torch.ops.ulysses._ce_window_states(self.number)
@@ -204,7 +209,7 @@ class CopyEngineGroup:
         torch.ops.ulysses._ce_poison_windows(self.number)
 
         def release() -> bool:
-            torch.ops.ulysses._ce_release_waits(self.number)
+            torch.ops.ulysses._ce_release_wait(self.number)
             return bool(torch.ops.ulysses._ce_is_idle(self.number))
 
         released = _poll(release, timeout_s)
@@ -216,6 +221,27 @@ class CopyEngineGroup:
             stacklevel=2,
         )
         return released
+
+    def failure(self, *, look: bool = False) -> str:
+        """Why the group gave up; empty while it did not.
+
+        Args:
+            look: Read what the peers have told, which takes a copy from the device.
+        """
+        if self._closed:
+            return ""
+        why: str = torch.ops.ulysses._ce_failure(self.number, look)
+        return why
+
+    def set_limit(self, limit_s: float) -> None:
+        """How long one wait for peers may take, in seconds."""
+        torch.ops.ulysses._ce_set_limit(self.number, limit_s)
+
+    def exchange_log(self) -> list[tuple[float, str]]:
+        """The latest exchanges issued: seconds since the epoch, and what it was; oldest first."""
+        text: str = torch.ops.ulysses._ce_exchange_log(self.number)
+        entries = [line.split(" ", 1) for line in text.splitlines()]
+        return [(int(issued) / 1e6, what) for issued, what in entries]
 
     def forget(self) -> None:
         """Forget the group, but keep its words: something on the device may still use them."""

@@ -15,6 +15,7 @@ from .obstacles import find_obstacles, group_by, name_ranks, shared_devices
 from .suggestions import suggest
 
 TRANSPORTS = ("ce", "nccl", "gloo")
+SETTLED_FABRIC = ("completed", "not supported")
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Request:
         transport: ``ce``, ``nccl`` or ``gloo`` to have that one or none; None to let facts choose.
         backends: What the process group offers for CUDA tensors, for example ``("nccl",)``.
         allow_shared_devices: Whether ranks that share a GPU count as connected (for tests).
+        suggest: Whether to look for parts of the group that are eligible, where it is not.
     """
 
     transport: str | None = None
     backends: tuple[str, ...] = ()
     allow_shared_devices: bool = False
+    suggest: bool = True
 
     def __post_init__(self) -> None:
         if self.transport not in (None, *TRANSPORTS):
@@ -83,9 +86,10 @@ def decide(topologies: Sequence[Topology], request: Request) -> Decision:
     decision = decide_without_ce(topologies, request, [obstacle.text for obstacle in obstacles])
     if not obstacles:
         return decision
+    shared = request.allow_shared_devices
     return replace(
         decision,
-        suggestions=suggest(topologies, allow_shared_devices=request.allow_shared_devices),
+        suggestions=suggest(topologies, allow_shared_devices=shared) if request.suggest else (),
         certain=any(obstacle.certain for obstacle in obstacles),
     )
 
@@ -148,6 +152,7 @@ def _warnings(topologies: Sequence[Topology]) -> tuple[str, ...]:
     found = []
     if slow:
         found.append(f"{name_ranks(slow)}: CUDA_DEVICE_MAX_CONNECTIONS=1 loses overlap; unset it")
+    found += _fabric_warnings(topologies)
     if len(places) > 1:
         where = ", ".join(f"{name_ranks(ranks)} have {place}" for place, ranks in places.items())
         found.append(
@@ -155,6 +160,20 @@ def _warnings(topologies: Sequence[Topology]) -> tuple[str, ...]:
             f"give them one TMPDIR"
         )
     return tuple(found)
+
+
+def _fabric_warnings(topologies: Sequence[Topology]) -> list[str]:
+    """Say where a fabric should be up and is not: copies over a switch may fail until it is."""
+    states = group_by(
+        (str(topology.gpu.fabric.value), rank)
+        for rank, topology in enumerate(topologies)
+        if topology.gpu is not None and topology.gpu.fabric.value not in (None, *SETTLED_FABRIC)
+    )
+    return [
+        f"{name_ranks(ranks)}: fabric state is {state}; copies over NVSwitch may fail until it is "
+        f"completed: look at systemctl status nvidia-fabricmanager"
+        for state, ranks in states.items()
+    ]
 
 
 def _left_out(topologies: Sequence[Topology]) -> tuple[str, ...]:

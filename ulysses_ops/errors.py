@@ -11,3 +11,7 @@ class AgreementError(UlyssesError):
 
 class TopologyError(UlyssesError):
     """The hardware, or what is known of it, does not allow what was asked for."""
+
+
+class PeerTimeoutError(UlyssesError):
+    """A peer did not signal in time, or gave up; the communicator is of no use any more."""

@@ -79,8 +79,9 @@ class LinkBundle:
 class Gpu:
     """A physical GPU that NVML lists; ``cuda_ordinal`` is its number in this process, if any.
 
-    Of its own facts ``mig`` alone gates. ``nvlinks`` counts the links that are up, wherever they
-    lead, and ``nvlink_mbps`` is the rate of one link in one direction, in megabytes a second.
+    Of its own facts ``mig`` gates, and a compute mode that forbids use. ``nvlinks`` counts the
+    links that are up, wherever they lead, ``nvlink_version`` is theirs, as in ``4.0``, and
+    ``nvlink_mbps`` is the rate of one of them in one direction, in megabytes a second.
     """
 
     uuid: str
@@ -179,8 +180,9 @@ class Topology:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that this rank's device is (or is a slice of), if NVML lists it."""
-        return next((gpu for gpu in self.gpus if gpu.uuid == self.device_uuid), None)
+        """The GPU that this rank's device is (or is a slice of), if NVML lists it, and once."""
+        found = [gpu for gpu in self.gpus if gpu.uuid == self.device_uuid]
+        return found[0] if len(found) == 1 else None
 
     def direct_links(self, uuid: str) -> int:
         """How many NVLinks lead from this rank's GPU to that of ``uuid`` with no switch between."""

@@ -12,8 +12,23 @@ from itertools import combinations
 Reach = Sequence[frozenset[int]]
 Group = tuple[int, ...]
 
-MAX_MEMBERS = 16  # searches are exhaustive: a host has no more GPUs than this
+MAX_MEMBERS = 16  # searches are exhaustive: one host has no more GPUs than this
 MAX_SEARCHED = 10  # members up to which every grouping is weighed
+
+
+def connected_parts(reach: Reach) -> tuple[Group, ...]:
+    """Return the islands: members that reach each other over any way, in order."""
+    found: list[Group] = []
+    left = set(range(len(reach)))
+    while left:
+        part: set[int] = set()
+        edge = {min(left)}
+        while edge:
+            part |= edge
+            edge = {other for member in edge for other in reach[member]} - part
+        found.append(tuple(sorted(part)))
+        left -= part
+    return tuple(found)
 
 
 def largest_groups(reach: Reach) -> tuple[Group, ...]:
@@ -21,6 +36,8 @@ def largest_groups(reach: Reach) -> tuple[Group, ...]:
     found: list[Group] = []
 
     def grow(group: Group, candidates: frozenset[int]) -> None:
+        if found and len(group) + len(candidates) < len(found[-1]):
+            return  # cannot become as large as what is found; that only grows
         if not candidates and len(group) > 1:
             found.append(group)
         for member in sorted(candidates):
@@ -50,13 +67,10 @@ def best_grouping(
     if size < 2:
         raise ValueError(f"best_grouping: size={size} is too small; a group has 2 members or more")
 
-    def fits(group: Group) -> bool:
-        return all(b in reach[a] for a, b in combinations(group, 2))
-
     def worth(group: Group) -> int:
         return sum(closeness(a, b) for a, b in combinations(group, 2))
 
-    groups = [group for group in combinations(range(len(reach)), size) if fits(group)]
+    groups = _groups_of(reach, size)
     if len(reach) > MAX_SEARCHED:
         return _take_closest(groups, worth)
 
@@ -74,6 +88,23 @@ def best_grouping(
         return choice
 
     return best(frozenset(range(len(reach))))[2]
+
+
+def _groups_of(reach: Reach, size: int) -> list[Group]:
+    """Return every group of ``size`` in which everyone reaches everyone, in order."""
+    found: list[Group] = []
+
+    def grow(group: Group, candidates: Sequence[int]) -> None:
+        if len(group) == size:
+            found.append(group)
+            return
+        for place, member in enumerate(candidates):
+            later = [other for other in candidates[place + 1 :] if other in reach[member]]
+            if len(group) + 1 + len(later) >= size:
+                grow((*group, member), later)
+
+    grow((), range(len(reach)))
+    return found
 
 
 def _take_closest(groups: Sequence[Group], worth: Callable[[Group], int]) -> tuple[Group, ...]:

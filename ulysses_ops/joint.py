@@ -148,7 +148,7 @@ class JointSequence:
         return [text, image] if self.text_first else [image, text]
 
 
-def joint_attention(
+def ulysses_joint_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -192,7 +192,7 @@ def joint_attention(
     """
     if joint.world_size != comm.world_size:
         message = (
-            f"joint_attention: joint is of {joint.world_size} ranks, the communicator of "
+            f"ulysses_joint_attention: joint is of {joint.world_size} ranks, the communicator of "
             f"{comm.world_size}; divide the rows over the ranks of the communicator"
         )
         raise ValueError(message)
@@ -208,8 +208,9 @@ def joint_attention(
     rows = joint.local_rows(comm.rank)
     if not q.shape[1] == k.shape[1] == v.shape[1] == rows:
         message = (
-            f"joint_attention: rank {comm.rank} holds q {list(q.shape)}, k {list(k.shape)}, "
-            f"v {list(v.shape)}, but {joint} gives it {rows} rows; shard as it says"
+            f"ulysses_joint_attention: rank {comm.rank} holds q {list(q.shape)}, "
+            f"k {list(k.shape)}, v {list(v.shape)}, but {joint} gives it {rows} rows; shard as it "
+            f"says"
         )
         refuse(comm, specs, message)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

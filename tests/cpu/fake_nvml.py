@@ -45,8 +45,9 @@ class FakeGpu:
     numa_node: int = 0
     cpus: tuple[int, int] = (0, 47)  # first, last
     links: tuple[int, ...] = (SWITCH,) * 18  # remote: SWITCH, an NVML index, or DOWN
-    link_version: int = 4
-    link_mbps: int = 26562
+    link_version: int = pynvml.NVML_NVLINK_VERSION_4_0
+    link_mbps: int | None = 26562  # of all links; None where NVML tells that of one link alone
+    one_link_mbps: int | None = 26562
 
 
 @dataclass
@@ -72,6 +73,7 @@ class FakeNvml:
     NVML_P2P_CAPS_INDEX_ATOMICS: Any = pynvml.NVML_P2P_CAPS_INDEX_ATOMICS
     NVML_NVLINK_MAX_LINKS: int = pynvml.NVML_NVLINK_MAX_LINKS
     NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON: int = pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+    NVML_FI_DEV_NVLINK_GET_SPEED: int = pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
     NVMLError: Any = pynvml.NVMLError
     c_nvmlGpuFabricInfo_t: Any = pynvml.c_nvmlGpuFabricInfo_t  # noqa: N815
 
@@ -195,11 +197,18 @@ class FakeNvml:
         remote = self._link("nvmlDeviceGetNvLinkRemotePciInfo", device, link)
         return SimpleNamespace(domain=0, bus=self.gpus[remote].bus, device=0)
 
-    def nvmlDeviceGetFieldValues(self, handle: int, fieldIds: list[int]) -> list[SimpleNamespace]:  # noqa: N802, N803
+    def nvmlDeviceGetFieldValues(self, handle: int, fieldIds: list[Any]) -> list[SimpleNamespace]:  # noqa: N802, N803
         self._enter("nvmlDeviceGetFieldValues", handle)
-        assert fieldIds == [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
-        value = SimpleNamespace(uiVal=self.gpus[handle].link_mbps)
-        return [SimpleNamespace(nvmlReturn=0, value=value)]
+        (asked,) = fieldIds
+        if asked == pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON:
+            told = self.gpus[handle].link_mbps
+        else:
+            field_id, link = asked
+            assert field_id == pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
+            up = self.gpus[handle].links[link] != DOWN
+            told = self.gpus[handle].one_link_mbps if up else None
+        status = pynvml.NVML_ERROR_NOT_SUPPORTED if told is None else 0
+        return [SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=told or 0))]
 
     def nvmlDeviceGetTopologyCommonAncestor(self, device1: int, device2: int) -> int:  # noqa: N802
         self._enter("nvmlDeviceGetTopologyCommonAncestor", device1)

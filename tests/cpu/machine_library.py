@@ -47,6 +47,12 @@ CHIPSET_NOT_SUPPORTED = pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
 
 Status = dict[tuple[int, int, int], int]
 HOPPER: dict[str, Any] = {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79}
+AMPERE: dict[str, Any] = {
+    "capability": (8, 0),
+    "link_version": pynvml.NVML_NVLINK_VERSION_3_0,
+    "link_mbps": 25000,
+    "fabric": (0, 0),
+}
 PCIE: dict[str, Any] = {"links": (), "fabric": (0, 0)}
 
 
@@ -122,7 +128,8 @@ def one_gpu() -> Topology:
 
 
 def h200_x2() -> Topology:
-    cards = gpus(2, name="NVIDIA H200", memory_gib=140)
+    """NVML tells the rate of each link there, and no common one."""
+    cards = gpus(2, name="NVIDIA H200", memory_gib=140, link_mbps=None)
     return seen(FakeNvml(cards, ancestor=SYSTEM), cards)
 
 
@@ -137,25 +144,14 @@ def a100_x8() -> Topology:
         sockets=2,
         name="NVIDIA A100-SXM4-80GB",
         memory_gib=80,
-        capability=(8, 0),
         links=(-1,) * 12,
-        link_version=3,
-        link_mbps=25000,
-        fabric=(0, 0),
+        **AMPERE,
     )
     return seen(FakeNvml(cards, ancestor=levels(8, NODE, 4)), cards, facts=lambda _: [1, 1, 3, 0])
 
 
 def a100_pcie_x4_bridges() -> Topology:
-    cards = gpus(
-        4,
-        name="NVIDIA A100 80GB PCIe",
-        memory_gib=80,
-        capability=(8, 0),
-        link_version=3,
-        link_mbps=25000,
-        fabric=(0, 0),
-    )
+    cards = gpus(4, name="NVIDIA A100 80GB PCIe", memory_gib=80, **AMPERE)
     cards = [replace(gpu, links=(DOWN,) * 2 + (i ^ 1,) * 12) for i, gpu in enumerate(cards)]
     status = {
         way: code
@@ -223,16 +219,7 @@ def h100_x8_one_lost() -> Topology:
 
 
 def pcie_x8_asymmetric() -> Topology:
-    cards = gpus(
-        8,
-        sockets=2,
-        name="NVIDIA A100-PCIE-40GB",
-        memory_gib=40,
-        capability=(8, 0),
-        link_version=3,
-        link_mbps=25000,
-        fabric=(0, 0),
-    )
+    cards = gpus(8, sockets=2, name="NVIDIA A100-PCIE-40GB", memory_gib=40, **AMPERE)
     cards = [replace(gpu, links=(i ^ 1,) * 12) for i, gpu in enumerate(cards)]
     status = islands(8, [[0, 1], [2, 3], [4, 5], [6, 7]])
     status[0, 1, WRITE] = CHIPSET_NOT_SUPPORTED
@@ -251,7 +238,7 @@ def fabric_not_started() -> Topology:
 
 def display_card_first() -> Topology:
     """A small card is NVML 0; CUDA counts the fastest first, and is told to show two of four."""
-    cards = gpus(4, name="NVIDIA A100 80GB PCIe", memory_gib=80, capability=(8, 0), fabric=(0, 0))
+    cards = gpus(4, name="NVIDIA A100 80GB PCIe", memory_gib=80, **AMPERE)
     cards[0] = replace(cards[0], name="NVIDIA T400", memory_gib=4, capability=(7, 5), links=())
     cards = [
         cards[0],
@@ -262,12 +249,66 @@ def display_card_first() -> Topology:
     return seen(nvml, cards, [2, 3], environ={"CUDA_VISIBLE_DEVICES": "1,2"})
 
 
+def zero_devices() -> Topology:
+    """The driver is up, in a container that was given no GPU."""
+    return seen(FakeNvml([]), [])
+
+
+def hidden_gpus() -> Topology:
+    cards = gpus(2, name="NVIDIA H200", memory_gib=140, link_mbps=None)
+    return seen(FakeNvml(cards), cards, [], environ={"CUDA_VISIBLE_DEVICES": ""})
+
+
+def one_of_two_visible() -> Topology:
+    cards = gpus(2, name="NVIDIA H200", memory_gib=140, link_mbps=None)
+    return seen(FakeNvml(cards), cards, [1], environ={"CUDA_VISIBLE_DEVICES": "1"})
+
+
+def cpu_only_torch() -> Topology:
+    cards = gpus(2, name="NVIDIA H200", memory_gib=140, link_mbps=None)
+    topology = seen(FakeNvml(cards), cards, [])
+    return replace(topology, torch_version="2.13.0+cpu", torch_cuda_version=None)
+
+
+def p2p_status_unknown() -> Topology:
+    cards = gpus(2, **HOPPER)
+    unknown = pynvml.NVML_P2P_STATUS_UNKNOWN
+    return seen(FakeNvml(cards, everywhere(2, unknown, [READ, WRITE, NVLINK])), cards)
+
+
+def h100_x2_prohibited() -> Topology:
+    """An administrator keeps one GPU from use; the fabric is still coming up."""
+    cards = gpus(2, fabric=(2, 0), **HOPPER)
+    cards[1] = replace(cards[1], compute_mode=pynvml.NVML_COMPUTEMODE_PROHIBITED)
+    return seen(FakeNvml(cards, ancestor=SYSTEM), cards)
+
+
+def v100_x16_two_baseboards() -> Topology:
+    """Sixteen GPUs whose switches are joined by halves: more than a terminal is wide."""
+    cards = gpus(
+        16,
+        sockets=2,
+        name="NVIDIA V100-SXM3-32GB",
+        memory_gib=32,
+        capability=(7, 0),
+        links=(-1,) * 6,
+        link_version=pynvml.NVML_NVLINK_VERSION_2_2,
+        link_mbps=None,
+        one_link_mbps=None,
+        fabric=(0, 0),
+    )
+    status = islands(16, [range(8), range(8, 16)])
+    return seen(FakeNvml(cards, status, ancestor=levels(16, NODE, 8)), cards)
+
+
 MACHINES: dict[str, Callable[[], Topology]] = {
     build.__name__.replace("_", "-"): build
     for build in (
         laptop_without_gpu, one_gpu, h200_x2, h100_x8, a100_x8, a100_pcie_x4_bridges, l40s_x4,
         rtx4090_x2, mig_slices, gh200_x2_not_supported, gb10, vgpu_x2, jetson, h100_x8_one_lost,
-        pcie_x8_asymmetric, fabric_not_started, display_card_first,
+        pcie_x8_asymmetric, fabric_not_started, display_card_first, zero_devices, hidden_gpus,
+        one_of_two_visible, cpu_only_torch, p2p_status_unknown, h100_x2_prohibited,
+        v100_x16_two_baseboards,
     )
 }  # fmt: skip
 

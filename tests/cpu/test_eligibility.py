@@ -228,6 +228,40 @@ def test_two_ranks_on_one_gpu() -> None:
     assert allowed.transport == "ce"
 
 
+@pytest.mark.parametrize(
+    ("mode", "alone", "shared"),
+    [
+        (pynvml.NVML_COMPUTEMODE_DEFAULT, "ce", "ce"),
+        (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, "ce", "nccl"),
+        (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD, "ce", "nccl"),
+        (pynvml.NVML_COMPUTEMODE_PROHIBITED, "nccl", "nccl"),
+        (7, "ce", "ce"),
+    ],
+)
+def test_compute_modes(mode: int, alone: str, shared: str) -> None:
+    gpus = [machine(2)[0], replace(machine(2)[1], compute_mode=mode)]
+    decision = decide(group_topologies(FakeNvml(gpus)), NCCL)
+    assert decision.transport == alone
+    request = replace(NCCL, allow_shared_devices=True)
+    together = decide(group_topologies(FakeNvml(gpus), [0, 0, 1, 1]), request)
+    assert together.transport == shared
+    if shared != "ce":
+        assert together.reasons[0].startswith("ranks 2, 3: compute mode of NVML 1 is ")
+        assert together.reasons[0].endswith("as root: nvidia-smi -i 1 -c DEFAULT")
+
+
+@pytest.mark.parametrize("fabric", [(1, 0), (2, 0), (3, 9), (9, 0)])
+def test_a_fabric_that_is_not_up_is_a_warning_and_no_verdict(fabric: tuple[int, int]) -> None:
+    gpus = [machine(2)[0], replace(machine(2)[1], fabric=fabric)]
+    decision = decide(group_topologies(FakeNvml(gpus)), NCCL)
+    assert decision.transport == "ce"
+    (warning,) = decision.warnings
+    assert warning.startswith("rank 1: fabric state is ")
+    for settled in ((0, 0), (3, 0)):  # control
+        gpus[1] = replace(gpus[1], fabric=settled)
+        assert decide(group_topologies(FakeNvml(gpus)), NCCL).warnings == ()
+
+
 def test_sharing_does_not_excuse_a_bad_pair() -> None:
     nvml = FakeNvml(machine(2), islands(2, []))
     request = replace(NCCL, allow_shared_devices=True)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import pytest
-from fake_nvml import NOT_SUPPORTED, NVLINK, FakeNvml, group_topologies, islands, machine
+from fake_nvml import (
+    NOT_SUPPORTED,
+    NVLINK,
+    FakeNvml,
+    group_topologies,
+    islands,
+    machine,
+    pair_lines,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ulysses_ops import eligibility
 from ulysses_ops.eligibility import Request, decide
-from ulysses_ops.grouping import Group, Reach, best_grouping, largest_groups
+from ulysses_ops.facts import Reading, Topology
+from ulysses_ops.grouping import Group, Reach, best_grouping, connected_parts, largest_groups
 from ulysses_ops.suggestions import _reach, suggest
 
 NCCL = Request(backends=("nccl",))
@@ -118,6 +132,138 @@ def test_pairs_kept_apart_are_not_suggested() -> None:
     assert "ranks 1, 3 (" in pairs
 
 
-def test_a_crowd_gets_no_suggestions() -> None:
+def test_a_crowd_on_one_gpu_gets_no_suggestions() -> None:
     nvml = FakeNvml(machine(2), islands(2, []))
-    assert suggest(group_topologies(nvml, [0, 1] * 9), allow_shared_devices=True) == ()
+    assert suggest(group_topologies(nvml, [0] * 17 + [1]), allow_shared_devices=True) == ()
+    (largest, _) = suggest(group_topologies(nvml, [0] * 3 + [1]), allow_shared_devices=True)
+    assert largest.startswith("largest eligible: ranks 0, 1, 2 (")  # control: a small one does
+
+
+def partly_connected(count: int) -> list[Topology]:
+    """Every GPU reaches all but one other: no group of all, and many of any size."""
+    apart = {(a, a ^ 1) for a in range(count)}
+    status = {(a, b, NVLINK): NOT_SUPPORTED for a, b in apart}
+    return group_topologies(FakeNvml(machine(count), status))
+
+
+def test_sixteen_partly_connected_gpus_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = partly_connected(16)
+    asked: list[str] = []
+    real = Topology.direct_links
+
+    def counted(topology: Topology, uuid: str) -> int:
+        asked.append(uuid)
+        return real(topology, uuid)
+
+    monkeypatch.setattr(Topology, "direct_links", counted)
+    start = time.perf_counter()
+    largest, *equal = suggest(ranks)
+    took_s = time.perf_counter() - start
+    assert largest.startswith("largest eligible: ranks 0, 2, 4, 6, 8, 10, 12, 14 (")
+    assert [text.split(":")[0] for text in equal] == ["groups of 2", "groups of 4", "groups of 8"]
+    assert len(asked) == 16 * 16  # each pair is rated once, however many groups it is part of
+    assert took_s < 3  # 0.5 s on a slow machine; it was 6 s when every group rated its pairs
+
+
+def test_who_does_not_ask_pays_for_no_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(topologies: Sequence[Topology], **options: object) -> tuple[str, ...]:
+        asked.append(len(topologies))
+        return ("x",)
+
+    monkeypatch.setattr(eligibility, "suggest", counted)
+    ranks = partly_connected(4)
+    quiet = decide(ranks, replace(NCCL, suggest=False))
+    assert (asked, quiet.suggestions) == ([], ())
+    told = decide(ranks, NCCL)
+    assert (asked, told.suggestions) == ([4], ("x",))  # control
+    assert replace(told, suggestions=()) == quiet
+
+
+# ---- several hosts -------------------------------------------------------------------------------
+
+
+def on_hosts(hosts: int, each: int, status: dict[tuple[int, int, int], int]) -> list[Topology]:
+    """``each`` ranks on each of ``hosts`` hosts, whose GPUs are their own."""
+    ranks = []
+    for host in range(hosts):
+        cards = [
+            replace(gpu, uuid=str(uuid.UUID(int=0x1000 * (host + 1) + i)))
+            for i, gpu in enumerate(machine(each))
+        ]
+        for topology in group_topologies(FakeNvml(cards, status)):
+            boot_id = Reading(f"boot-{host}", "test")
+            process = replace(topology.process, hostname=f"host{host}", boot_id=boot_id)
+            ranks.append(replace(topology, process=process))
+    return ranks
+
+
+def test_two_hosts_are_one_line_and_each_is_suggested() -> None:
+    decision = decide(on_hosts(2, 4, {}), NCCL)
+    assert decision.transport == "nccl"
+    (reason,) = decision.reasons
+    assert reason == (
+        "ranks differ in boot id: ranks 0, 1, 2, 3 on host0 (boot id boot-0), "
+        "ranks 4, 5, 6, 7 on host1 (boot id boot-1); ce works within one host"
+    )
+    first = "ranks 0, 1, 2, 3 (on host0, CUDA_VISIBLE_DEVICES=0,1,2,3)"
+    second = "ranks 4, 5, 6, 7 (on host1, CUDA_VISIBLE_DEVICES=0,1,2,3)"
+    assert decision.suggestions[0] == f"largest eligible: {first} or {second}"
+    assert decision.suggestions[-1] == f"groups of 4: {first} and {second}"
+
+
+def test_a_bad_pair_of_one_host_is_seen_by_its_own_host_alone() -> None:
+    ranks = on_hosts(2, 3, {(0, 1, NVLINK): NOT_SUPPORTED})
+    decision = decide(ranks, NCCL)
+    assert pair_lines(decision) == {(0, 1), (3, 4)}
+    (line,) = [text for text in decision.reasons if text.startswith("rank 3 -> rank 4 ")]
+    assert line.endswith("P2P nvlink status is NOT_SUPPORTED (seen by ranks 3, 4, 5)")
+    assert decision.suggestions[0].startswith("largest eligible: ranks 0, 2 (on host0, ")
+
+
+def test_a_rank_that_does_not_know_its_host_is_not_taken_for_elsewhere() -> None:
+    ranks = on_hosts(1, 3, {(0, 1, NVLINK): NOT_SUPPORTED})
+    for blank in (Reading(None, "test", "no /proc"), Reading("", "test"), Reading(" ", "test")):
+        ranks[2] = replace(ranks[2], process=replace(ranks[2].process, boot_id=blank))
+        decision = decide(ranks, NCCL)
+        assert f"rank 2: boot id unknown: {blank.reason or 'empty'}" in decision.reasons
+        (line,) = [text for text in decision.reasons if text.startswith("rank 0 -> rank 1 ")]
+        assert line.endswith("(seen by ranks 0, 1, 2)")
+        assert not any("ranks differ" in text for text in decision.reasons)
+
+
+def test_ranks_of_many_hosts_are_judged_in_no_time() -> None:
+    ranks = on_hosts(16, 8, {})
+    start = time.perf_counter()
+    decision = decide(ranks, replace(NCCL, suggest=False))
+    assert len(decision.reasons) == 1
+    assert time.perf_counter() - start < 2  # 128 ranks: 16,256 pairs seen by 128 each before
+
+
+def test_names_of_namespaces_count_within_a_host_alone() -> None:
+    ranks = on_hosts(2, 2, {})
+    for rank, space in enumerate(("a", "a", "b", "b")):
+        ranks[rank] = replace(
+            ranks[rank], process=replace(ranks[rank].process, pid_namespace=Reading(space, "test"))
+        )
+    assert len(decide(ranks, NCCL).reasons) == 1
+    ranks[1] = replace(
+        ranks[1], process=replace(ranks[1].process, pid_namespace=Reading("c", "test"))
+    )
+    (_, line) = decide(ranks, NCCL).reasons
+    assert line.startswith("ranks differ in PID namespace: rank 0 on host0 (PID namespace a), rank")
+
+
+@settings(max_examples=60, deadline=None)
+@given(reach=graphs())
+def test_parts_are_joined_inside_and_not_to_each_other(reach: Reach) -> None:
+    parts = connected_parts(reach)
+    assert sorted(member for part in parts for member in part) == list(range(len(reach)))
+    for part, other in permutations(parts, 2):
+        assert not any(reach[member] & set(other) for member in part)
+    for part in parts:
+        seen = {part[0]}
+        for _ in part:
+            seen |= {other for member in seen for other in reach[member]}
+        assert seen == set(part)

@@ -11,7 +11,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor
 
-from ulysses_ops import JointSequence, UlyssesCommunicator, joint_attention, sdpa
+from ulysses_ops import JointSequence, UlyssesCommunicator, sdpa, ulysses_joint_attention
 
 Ranks = Callable[[int], RankPool]
 
@@ -52,13 +52,13 @@ def compare(
     q, k, v = (joint.shard(x, rank) for x in wholes)
     assert q.shape[1] == joint.local_rows(rank)
     with UlyssesCommunicator(timeout_s=10) as comm:
-        out = joint_attention(q, k, v, comm, joint, mask=mask)
+        out = ulysses_joint_attention(q, k, v, comm, joint, mask=mask)
         torch.testing.assert_close(out, expected)
         if not torch.equal(mask, joint.arrange(mask)):
             with mock.patch.object(JointSequence, "arrange", lambda self, mask: mask):
-                blind = joint_attention(q, k, v, comm, joint, mask=mask)
+                blind = ulysses_joint_attention(q, k, v, comm, joint, mask=mask)
             assert q.numel() == 0 or not torch.allclose(blind, expected), "any mask is right here"
-        unmasked = joint_attention(q, k, v, comm, joint)
+        unmasked = ulysses_joint_attention(q, k, v, comm, joint)
         torch.testing.assert_close(unmasked, joint.shard(sdpa(*wholes), rank))
         assert q.numel() == 0 or not torch.allclose(unmasked, out)
 
@@ -95,7 +95,7 @@ def gradients(rank: int, world_size: int, joint: JointSequence) -> None:
     expected = torch.autograd.grad(loss, wholes)
     local = [joint.shard(x.detach(), rank).requires_grad_() for x in wholes]
     with UlyssesCommunicator(timeout_s=10) as comm:
-        out = joint_attention(local[0], local[1], local[2], comm, joint, mask=mask)
+        out = ulysses_joint_attention(local[0], local[1], local[2], comm, joint, mask=mask)
         torch.testing.assert_close(out, joint.shard(sdpa(*wholes, mask=mask), rank))
         found = torch.autograd.grad(out.sin().sum(), local)
     for mine, whole in zip(found, expected, strict=True):
@@ -157,16 +157,16 @@ def refuse(rank: int, world_size: int) -> list[str]:
     texts = []
     with UlyssesCommunicator(timeout_s=2) as comm:
         with pytest.raises(ValueError, match="joint is of 3 ranks, the communicator of 2") as error:
-            joint_attention(q, k, v, comm, JointSequence.divided(4, 6, 3))
+            ulysses_joint_attention(q, k, v, comm, JointSequence.divided(4, 6, 3))
         texts.append(str(error.value))
         with pytest.raises(ValueError, match=r"mask \[1, 9\] must have 10 keys") as error:
-            joint_attention(q, k, v, comm, joint, mask=torch.ones(1, 9, dtype=torch.bool))
+            ulysses_joint_attention(q, k, v, comm, joint, mask=torch.ones(1, 9, dtype=torch.bool))
         texts.append(str(error.value))
         cut = slice(0, 6 if rank == 1 else None)  # on rank 1 alone
         with pytest.raises(ValueError, match=r"rank 1 holds q \[2, 6, .* gives it 7 row") as error:
-            joint_attention(q[:, cut], k[:, cut], v[:, cut], comm, joint)
+            ulysses_joint_attention(q[:, cut], k[:, cut], v[:, cut], comm, joint)
         texts.append(str(error.value))
-        assert joint_attention(q, k, v, comm, joint).shape == q.shape
+        assert ulysses_joint_attention(q, k, v, comm, joint).shape == q.shape
     return texts
 
 

@@ -14,6 +14,7 @@ from machine_library import FOLDER, MACHINES, h200_x2, printed, seen, written
 
 from ulysses_ops.eligibility import Request, decide
 from ulysses_ops.facts import Fact, Topology
+from ulysses_ops.tools.topology_advice import ANYHOW
 from ulysses_ops.tools.topology_verdict import Verdict, judge
 
 VERDICTS = {
@@ -34,6 +35,16 @@ VERDICTS = {
     "pcie-x8-asymmetric": (1, "P2P write status is CHIPSET_NOT_SUPPORTED: 1 of the directed"),
     "fabric-not-started": (2, "CUDA cannot be asked: RuntimeError"),
     "display-card-first": (0, "2 ranks on 2 GPUs"),
+    "zero-devices": (1, "CUDA shows this process no GPU"),
+    "hidden-gpus": (1, "CUDA shows this process no GPU"),
+    "one-of-two-visible": (1, "one GPU: there is no peer"),
+    "cpu-only-torch": (1, "CUDA shows this process no GPU"),
+    "p2p-status-unknown": (2, "P2P nvlink status is UNKNOWN"),
+    "h100-x2-prohibited": (
+        1,
+        "rank 1: compute mode of NVML 1 is prohibited, and allows no process",
+    ),
+    "v100-x16-two-baseboards": (1, "P2P nvlink status is NOT_SUPPORTED"),
 }
 
 
@@ -54,8 +65,9 @@ def test_verdict(name: str) -> None:
     verdict = judge(load(name))
     status, line = VERDICTS[name]
     assert (verdict.exit_code, verdict.line[: len(line)]) == (status, line)
-    needs_advice = verdict.exit_code != 0 and verdict.world_size != 1
-    assert bool(verdict.advice) >= needs_advice
+    assert bool(verdict.advice) >= (verdict.exit_code != 0)
+    assert ANYHOW not in verdict.advice
+    assert not any("<" in text for text in verdict.advice)  # what is to be typed is written out
 
 
 def test_no_machine_is_without_a_record_and_no_record_without_a_machine() -> None:

@@ -37,6 +37,7 @@ SYSTEM = {"libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
 NEEDED = {
     "_C": BASE,
     "_C_cuda": BASE | {"libtorch_cuda.so", "libcudart.so.13"},
+    "_C_kernels": BASE | {"libtorch_cuda.so", "libcudart.so.13"},
 }
 
 
@@ -85,11 +86,13 @@ def absolute_source_paths(content: bytes) -> list[bytes]:
     return SOURCE_PATH.findall(content)
 
 
-@pytest.fixture(params=["_C", "_C_cuda"])
+@pytest.fixture(params=["_C", "_C_cuda", "_C_kernels"])
 def library(request: pytest.FixtureRequest) -> Path:
     path = folder_of("ulysses_ops") / f"{request.param}.so"
-    if request.param == "_C_cuda" and not path.exists() and nvcc_release() < (13,):
-        pytest.skip("no nvcc of CUDA 13 or later: _C_cuda is not built here")
+    if request.param != "_C" and not path.exists() and nvcc_release() < (13,):
+        pytest.skip(f"no nvcc of CUDA 13 or later: {request.param} is not built here")
+    if request.param == "_C_kernels" and importlib.util.find_spec("cutlass_library") is None:
+        pytest.skip("no headers of CUTLASS: _C_kernels is not built here")
     assert path.exists(), f"{path.name} was not built: run make build"
     return path
 

@@ -30,14 +30,29 @@ FUNCTIONAL = (
 )
 INTO = "Tensor x, Tensor(a!) window, Tensor(b!) token, int world_size, str group_name, int? peer"
 COMPLETE = "Tensor(a!)[] windows, Tensor[] sources, Tensor(b!) token, int world_size"
+NORM_ROPE = (
+    "Tensor? q_weight=None, Tensor? k_weight=None, Tensor? q_bias=None, Tensor? k_bias=None, "
+    'Tensor? cos=None, Tensor? sin=None, str norm="per_head", str rope="interleaved", '
+    "float eps=9.9999999999999995e-07"
+)
 SCHEMAS = {
     "scatter": f"({FUNCTIONAL}, int[]? head_starts=None) -> Tensor",
     "gather": f"({FUNCTIONAL}, SymInt[]? seq_starts=None) -> Tensor",
     "scatter_into": f"({INTO}=None) -> ()",
     "gather_into": f"({INTO}=None) -> ()",
     "complete": f"({COMPLETE}, str group_name) -> ()",
+    "qk_norm_rope": f"(Tensor q, Tensor k, {NORM_ROPE}) -> (Tensor, Tensor)",
+    "qk_norm_rope_into": (
+        f"(Tensor[] q, Tensor[] k, Tensor(a!)[] q_out, Tensor(b!)[] k_out, {NORM_ROPE}) -> ()"
+    ),
 }
 DEFERRED = ("scatter_into", "gather_into", "complete")
+MUTATED = {
+    "scatter_into": ["window", "token"],
+    "gather_into": ["window", "token"],
+    "complete": ["windows", "token"],
+    "qk_norm_rope_into": ["q_out", "k_out"],
+}
 
 
 def overload(name: str) -> Any:
@@ -74,8 +89,7 @@ def test_tags_and_mutability(name: str) -> None:
     assert (torch.Tag.flexible_layout in tags) == (name in DEFERRED)
     assert (torch.Tag.pt2_compliant_tag in tags) == (name not in DEFERRED)
     mutated = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    window = "windows" if name == "complete" else "window"
-    assert mutated == ([window, "token"] if name in DEFERRED else [])
+    assert mutated == MUTATED.get(name, [])
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -83,7 +97,7 @@ def test_one_kernel_for_each_device_and_a_fake(name: str) -> None:
     keys = registrations(f"ulysses::{name}")
     for key in ("CPU", "CUDA", "Meta"):
         assert keys.count(key) == 1, keys
-    assert (name in DEFERRED) == ("Autograd[alias]" not in keys)
+    assert (name in MUTATED) == ("Autograd[alias]" not in keys)
 
 
 def test_nothing_is_registered_twice() -> None:

@@ -16,6 +16,7 @@ from recorded import MACHINE, a_row
 from typer.testing import CliRunner
 
 from ulysses_ops.tools import readme_tables
+from ulysses_ops.tools.markdown import read_records
 from ulysses_ops.tools.results import (
     Row,
     gpu_slug,
@@ -23,7 +24,7 @@ from ulysses_ops.tools.results import (
     rows_to_json,
     write_results,
 )
-from ulysses_ops.tools.shapes import PRODUCTION, Shape, select_shapes
+from ulysses_ops.tools.shapes import BLOCKS, PRODUCTION, Shape, select_shapes
 from ulysses_ops.tools.tables import exactness, row_cells
 from ulysses_ops.tools.timing import Summary, paired_ratio, percentile, summarise
 
@@ -82,11 +83,13 @@ def test_a_drift_between_rounds_cancels_in_the_paired_ratio() -> None:
 def test_shapes_are_selected_by_name() -> None:
     assert select_shapes("all") == PRODUCTION
     assert [shape.seq for shape in select_shapes("flux, minimax-h3")] == [4608, 37888]
+    assert [shape.seq for shape in select_shapes("flux, wan-720p", BLOCKS)] == [4608, 75600]
+    assert [shape.key for shape in select_shapes("flux, wan-720p")] == ["flux"]
     with pytest.raises(ValueError, match=r"\['hunyuan'\] are unknown"):
         select_shapes("flux,hunyuan")
 
 
-@pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.key)
+@pytest.mark.parametrize("shape", BLOCKS, ids=lambda shape: shape.key)
 def test_bytes_to_a_peer_are_its_share_of_the_rows_sent(shape: Shape) -> None:
     sent = torch.empty(shape.local_source(2), dtype=torch.bfloat16, device="meta")
     received = torch.empty(shape.local_window(2), dtype=torch.bfloat16, device="meta")
@@ -229,7 +232,7 @@ def test_an_unknown_table_is_an_error() -> None:
 def test_tables_of_the_readme_are_current() -> None:
     text = (ROOT / "README.md").read_text()
     assert readme_tables.MARKED.search(text), "README.md has no marked table"
-    records = readme_tables.read_records(ROOT / "docs" / "results")
+    records = read_records(ROOT / "docs" / "results")
     assert readme_tables.regenerate(text, records) == text, (
         "run python -m ulysses_ops.tools.readme_tables"
     )

@@ -20,12 +20,13 @@ from recorded import MACHINE, a_row
 from typer.testing import CliRunner
 
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.tools import peer_copy, replay_benchmark, replays
-from ulysses_ops.tools.benchmark_job import BenchmarkJob, Outcome, run_rank
+from ulysses_ops.tools import benchmark_run, peer_copy, replay_benchmark, replays
+from ulysses_ops.tools.benchmark_job import BenchmarkJob, run_rank
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.parity import ParityJob
 from ulysses_ops.tools.peer_copy import PeerCopy
 from ulysses_ops.tools.replays import ReplayJob
+from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row, rows_from_json, rows_to_json
 from ulysses_ops.tools.shapes import FUNCTIONAL, Shape
 from ulysses_ops.tools.timing import Effort
@@ -170,6 +171,10 @@ def test_the_job_runs_on_two_cpu_ranks() -> None:
         "gather",
         "attention",
         "attention_step",
+        "scatter, beside GEMMs",
+        "scatter, one rank late",
+        "gather, beside GEMMs",
+        "gather, one rank late",
         "replayed exchange",
     }
     assert all(row.exact for row in rows if (row.details or {}).get("variant") != "compute")
@@ -215,7 +220,12 @@ def test_a_check_of_replays_that_notices_nothing_is_an_error() -> None:
 
 def _invoke(monkeypatch: pytest.MonkeyPatch, rows: list[Row], *arguments: str) -> Any:
     outcome = Outcome(replace(MACHINE, gpu="cpu", gpu_count=0), rows, "gloo")
-    monkeypatch.setattr(replay_benchmark, "_run", lambda console, plan: outcome)
+
+    def run_ranks(work: Any, jobs: Any, launch: Launch, *, on_progress: Any, on_part: Any) -> None:
+        on_progress("measuring")
+        on_part(outcome)
+
+    monkeypatch.setattr(benchmark_run, "run_ranks", run_ranks)
     app = typer.Typer()
     app.command()(replay_benchmark.run_benchmark)
     return CliRunner().invoke(app, ["--cpu", *arguments])
@@ -258,6 +268,8 @@ def test_the_command_without_gpus_says_what_its_times_mean(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "functional run on CPU: these times say nothing about GPUs" in done.stdout
-    assert "attention_step" in done.stdout
+    for op in ("attention_step", "scatter, beside GEMMs", "block "):
+        assert op in done.stdout
+    assert "not run: block: flashinfer: needs GPUs" in done.stdout
     assert "WRONG" not in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import typer
 from fake_nvml import FakeNvml, machine
 from machine_library import FOLDER, MACHINES, a100_pcie_x4_bridges, h100_x8, h200_x2, seen
+from pair_copies import arrives, fixed_rate, is_lost, no_connection
 from recorded import MACHINE
 from rich.console import Console
 from torch import Tensor
@@ -21,159 +22,11 @@ from typer.testing import CliRunner
 
 from ulysses_ops.facts import Topology
 from ulysses_ops.tools import topology_check
-from ulysses_ops.tools.pair_bandwidth import (
-    COPIES,
-    FLAT,
-    FORMS,
-    ROUNDS,
-    Form,
-    Way,
-    measure_pairs,
-    measure_run,
-    runs_of,
-)
-from ulysses_ops.tools.pair_check import BLOCKS, RowCopyCall, check_pairs
+from ulysses_ops.tools.pair_bandwidth import FORMS
+from ulysses_ops.tools.pair_check import RowCopyCall
 from ulysses_ops.tools.topology_check import Machinery, Options, run
 from ulysses_ops.tools.topology_picture import links, to_dot
 from ulysses_ops.tools.topology_verdict import condensed, judge
-
-CPU = [torch.device("cpu")] * 3
-
-
-def arrives(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
-def is_lost(target: Tensor, source: Tensor) -> None:
-    """Peer access is advertised, the call succeeds, and nothing is written."""
-
-
-def loses_a_row(target: Tensor, source: Tensor) -> None:
-    target[:-1].copy_(source[:-1])
-
-
-def ignores_the_pitch(target: Tensor, source: Tensor) -> None:
-    rows, width = source.shape
-    whole = target.as_strided((rows * width,), (1,), target.storage_offset())
-    whole.copy_(source.reshape(-1))
-
-
-def no_connection(source: torch.device, target: torch.device) -> None:
-    """Nothing is needed between CPU tensors."""
-
-
-# ---- data check ----------------------------------------------------------------------------------
-
-
-def test_data_that_arrives_is_no_failure() -> None:
-    told: list[str] = []
-    assert check_pairs(CPU, arrives, no_connection, progress=told.append) == []
-    assert told == ["data check 0 <-> 1", "data check 0 <-> 2", "data check 1 <-> 2"]
-
-
-@pytest.mark.parametrize("copy", [is_lost, loses_a_row, ignores_the_pitch])
-def test_data_that_does_not_arrive_is_seen_on_every_pair(copy: RowCopyCall) -> None:
-    failures = check_pairs(CPU, copy, no_connection)
-    assert [(f.source, f.target) for f in failures] == [
-        (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
-    ]  # fmt: skip
-    assert str(failures[0]).startswith("failed data check 0->1: ")
-    assert "bytes are wrong" in failures[0].what
-
-
-def test_a_failure_of_one_direction_names_that_direction() -> None:
-    """Every third call is lost: of the two directions, alone and together, one each time."""
-    calls = []
-
-    def copy(target: Tensor, source: Tensor) -> None:
-        calls.append(1)
-        if len(calls) != 2:  # the call of 1->0 alone
-            target.copy_(source)
-
-    (failure,) = check_pairs(CPU[:2], copy, no_connection)
-    assert (failure.source, failure.target) == (1, 0)
-
-
-def test_what_fails_only_both_ways_at_once_is_seen() -> None:
-    sent: list[Tensor] = []
-
-    def copy(target: Tensor, source: Tensor) -> None:
-        sent.append(source)
-        if len(sent) != 4:  # after 0->1, 1->0, and 0->1 at the same time
-            target.copy_(source)
-
-    (failure,) = check_pairs(CPU[:2], copy, no_connection)
-    assert (failure.source, failure.target) == (1, 0)
-    assert "both ways at once" in failure.what
-
-
-def test_data_is_new_in_every_round_and_direction() -> None:
-    """What an earlier copy left would pass for a later one if patterns were the same."""
-    sent: list[Tensor] = []
-
-    def copy(target: Tensor, source: Tensor) -> None:
-        sent.append(source.reshape(-1)[:4096].clone())
-        target.copy_(source)
-
-    check_pairs(CPU[:2], copy, no_connection)
-    assert len(sent) == 4 * len(BLOCKS)
-    there = sent[0::4]
-    back = sent[1::4]
-    for a, b in [(there[0], back[0]), (there[0], there[1]), (there[1], there[2])]:
-        assert not torch.equal(a, b)
-
-
-def test_a_call_that_raises_is_a_failure_of_its_pair() -> None:
-    def refuses(source: torch.device, target: torch.device) -> None:
-        raise RuntimeError("217")
-
-    def breaks(target: Tensor, source: Tensor) -> None:
-        raise RuntimeError("700")
-
-    for failures in (
-        check_pairs(CPU[:2], arrives, refuses),
-        check_pairs(CPU[:2], breaks, no_connection),
-    ):
-        assert [(f.source, f.target) for f in failures] == [(0, 1), (1, 0)]
-    assert "no peer access: RuntimeError: 217" in check_pairs(CPU[:2], arrives, refuses)[0].what
-
-
-# ---- bandwidth -----------------------------------------------------------------------------------
-
-
-def fixed_rate(gbs: float) -> Callable[[Sequence[Way], Form, int], list[float]]:
-    """Copies at ``gbs``; half of it when both ways run."""
-
-    def time_copies(ways: Sequence[Way], form: Form, copies: int) -> list[float]:
-        return [copies * form.total_bytes * len(ways) / gbs / 1e9 for _ in ways]
-
-    return time_copies
-
-
-def test_rates_of_every_pair_form_and_direction() -> None:
-    done: list[str] = []
-    rates = measure_pairs(3, fixed_rate(400.0), advance=done.append)
-    assert len(done) == sum(1 for _ in runs_of(3)) == 3 * len(FORMS) * 3
-    keys = {(r.source, r.target, r.rows, r.row_bytes, r.both_ways) for r in rates}
-    assert len(keys) == len(rates) == 6 * len(FORMS) * 2
-    assert {r.gbs for r in rates if not r.both_ways} == {400.0}
-    assert {r.gbs for r in rates if r.both_ways} == {200.0}
-    widths = {r.row_bytes for r in rates if r.rows > 1}
-    assert min(widths) == 256
-
-
-def test_a_rate_is_the_median_and_the_warm_up_does_not_count() -> None:
-    asked: list[int] = []
-
-    def time_copies(ways: Sequence[Way], form: Form, copies: int) -> list[float]:
-        asked.append(copies)
-        slow = 10.0 if len(asked) in (1, 2) else 1.0  # the warm-up, and one round
-        return [slow * copies * form.total_bytes / 100e9]
-
-    (rate,) = measure_run(FLAT, [(0, 1)], time_copies)
-    assert asked == [1] + [COPIES] * ROUNDS
-    assert (rate.gbs, rate.lowest_gbs, rate.highest_gbs) == (100.0, 10.0, 100.0)
-
 
 # ---- the command ---------------------------------------------------------------------------------
 

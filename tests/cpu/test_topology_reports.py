@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from machine_library import a100_pcie_x4_bridges, h200_x2
 from rich.console import Console
 from torch import Tensor
 
-from ulysses_ops.facts import Topology
+from ulysses_ops.facts import Answer, Fact, Topology
 from ulysses_ops.tools import topology_check
+from ulysses_ops.tools.pair_bandwidth import Unmeasured
 from ulysses_ops.tools.pair_check import PairFailure
-from ulysses_ops.tools.topology_check import Findings, Machinery, Options, report, run
+from ulysses_ops.tools.topology_check import Machinery, Options, run
+from ulysses_ops.tools.topology_picture import links
+from ulysses_ops.tools.topology_report import Findings, report
 from ulysses_ops.tools.topology_verdict import judge
 
 FAILED = PairFailure(0, 1, "row 3 is not what was sent")
@@ -30,7 +35,7 @@ def ask(options: Options, machinery: Machinery | None = None) -> tuple[int, str,
 
 
 def saved(folder: Path, topology: Topology, *failures: PairFailure) -> Path:
-    findings = Findings(topology, 12.5, checked=True, failures=list(failures))
+    findings = Findings(topology, 512.5, 12.5, checked=True, failures=list(failures))
     path = folder / "node.json"
     path.write_text(json.dumps(report(findings, judge(topology, None, failures))))
     return path
@@ -80,6 +85,58 @@ def test_measuring_that_fails_leaves_no_yes(monkeypatch: pytest.MonkeyPatch) -> 
     assert status == 2
     assert json.loads(text)["verdict"]["word"] == "unknown"
     assert "illegal memory access" in errors
+
+
+@pytest.mark.parametrize("broken", ["RuntimeError: 700", ""])
+def test_a_report_of_measuring_that_failed_is_no_yes_later(broken: str, tmp_path: Path) -> None:
+    findings = Findings(h200_x2(), 500.0, 12.5, broken=broken)
+    if not broken:
+        findings.unmeasured = [Unmeasured(1, 0, "no peer access: 217")]
+    verdict = findings.judged(None)
+    assert (verdict.word, bool(verdict.advice)) == ("unknown", True)
+    path = tmp_path / "node.json"
+    path.write_text(json.dumps(report(findings, verdict)))
+    status, text, _ = ask(Options(from_file=path, json_out=True))
+    assert (status, json.loads(text)) == (2, json.loads(path.read_text()))
+    good = Findings(h200_x2(), 500.0, 12.5)
+    assert good.judged(None).word == "eligible"  # control
+
+
+def twice(topology: Topology, where: int, name: str, answer: Answer) -> Topology:
+    """The first pair is told of again, before or after, with another answer."""
+    facts: dict[str, Any] = {name: Fact(answer, "test", "told")}
+    again = replace(topology.pairs[0], **facts)
+    pairs = list(topology.pairs)
+    pairs.insert(where, again)
+    return replace(topology, pairs=tuple(pairs))
+
+
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("name", ["read", "write", "nvlink", "peer_access"])
+@pytest.mark.parametrize(("answer", "word"), [("no", "not eligible"), ("unknown", "unknown")])
+def test_of_a_pair_told_of_twice_the_worse_counts(
+    where: int, name: str, answer: Answer, word: str, tmp_path: Path
+) -> None:
+    """Whichever comes last: a list that was joined by hand must not gain a capability."""
+    topology = twice(h200_x2(), where, name, answer)
+    path = tmp_path / "node.json"
+    path.write_text(topology.to_json())
+    status, text, _ = ask(Options(from_file=path))
+    assert (status, judge(topology).word) == ({"not eligible": 1, "unknown": 2}[word], word)
+    cell = "no" if answer == "no" else "??"
+    assert re.search(rf"^ +0 +- +{re.escape(cell)}", text, re.MULTILINE)
+    _, edges = links(topology)
+    assert [(e.a, e.b, e.one_way) for e in edges] == [("1", "0", True)]
+    assert judge(twice(h200_x2(), where, name, "yes")).word == "eligible"  # control
+
+
+def test_a_gpu_told_of_twice_is_not_judged_by_either() -> None:
+    topology = h200_x2()
+    mig = replace(topology.gpus[0], mig=Fact("yes", "nvml"))
+    for gpus in ((*topology.gpus, mig), (mig, *topology.gpus)):
+        verdict = judge(replace(topology, gpus=gpus))
+        assert verdict.word == "unknown"
+        assert any("is not listed just once" in text for text in verdict.reasons)
 
 
 def test_the_topology_of_one_rank_is_not_a_machine_without_gpus() -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,17 +25,22 @@ SOURCES = (
     "pyproject.toml",
     "setup.py",
     "tools",
+    "ulysses_commands.py",
     "ulysses_ops",
 )
+STARTER = "ulysses_commands.py"  # the one module beside the package
 PRESENT = (
     "ulysses_ops/__init__.py",
+    "ulysses_ops/constants.json",
     "ulysses_ops/_C.so",
     "ulysses_ops/graphs/__init__.py",
     "ulysses_ops/ops.py",
     "ulysses_ops/py.typed",
     "ulysses_ops/tools/replay_benchmark.py",
+    STARTER,
 )
-SUFFIXES = {".py", ".so", ".typed"}
+OPTIONAL = ("ulysses_ops/_C_cuda.so", "ulysses_ops/_C_kernels.so")
+SUFFIXES = {".json", ".py", ".so", ".typed"}
 LOAD = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -46,13 +52,15 @@ print("loaded")
 """
 
 
-def complaints(names: list[str], *, with_cuda: bool) -> list[str]:
+def complaints(names: list[str], *, optional: Sequence[str] = ()) -> list[str]:
     """What is missing from, or too much in, a wheel with these members."""
     members = [name for name in names if ".dist-info/" not in name]
-    required = [*PRESENT, *(["ulysses_ops/_C_cuda.so"] if with_cuda else [])]
+    required = [*PRESENT, *optional]
     missing = [f"missing: {name}" for name in required if name not in members]
     outside = [
-        f"outside the package: {name}" for name in members if name.split("/")[0] != "ulysses_ops"
+        f"outside the package: {name}"
+        for name in members
+        if name.split("/")[0] != "ulysses_ops" and name != STARTER
     ]
     unwanted = [f"unwanted: {name}" for name in members if Path(name).suffix not in SUFFIXES]
     return missing + outside + unwanted
@@ -93,8 +101,8 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_no_sources(wheel: Path) -> None:
-    built_here = (ROOT / "ulysses_ops" / "_C_cuda.so").exists()
-    assert complaints(zipfile.ZipFile(wheel).namelist(), with_cuda=built_here) == []
+    built_here = [name for name in OPTIONAL if (ROOT / name).exists()]
+    assert complaints(zipfile.ZipFile(wheel).namelist(), optional=built_here) == []
 
 
 @pytest.mark.slow
@@ -108,12 +116,8 @@ def test_wheel_loads_from_another_folder(wheel: Path, tmp_path: Path) -> None:
 
 def test_the_check_sees_a_wrong_wheel() -> None:
     good = [*PRESENT, "ulysses_ops-0.1.0.dist-info/licenses/LICENSE"]
-    assert complaints(good, with_cuda=False) == []
-    assert complaints(good, with_cuda=True) == ["missing: ulysses_ops/_C_cuda.so"]
-    assert complaints(good[1:], with_cuda=False) == ["missing: ulysses_ops/__init__.py"]
-    assert complaints([*good, "graphs/__init__.py"], with_cuda=False) == [
-        "outside the package: graphs/__init__.py"
-    ]
-    assert complaints([*good, "ulysses_ops/plan.cpp"], with_cuda=False) == [
-        "unwanted: ulysses_ops/plan.cpp"
-    ]
+    assert complaints(good) == []
+    assert complaints(good, optional=OPTIONAL) == [f"missing: {name}" for name in OPTIONAL]
+    assert complaints(good[1:]) == ["missing: ulysses_ops/__init__.py"]
+    assert complaints([*good, "graphs/__init__.py"]) == ["outside the package: graphs/__init__.py"]
+    assert complaints([*good, "ulysses_ops/plan.cpp"]) == ["unwanted: ulysses_ops/plan.cpp"]

@@ -70,6 +70,7 @@ def test_two_ranks_share_a_gpu(crowd: Callable[[int], RankPool]) -> None:
 def test_import_makes_no_context() -> None:
     program = (
         "import ulysses_ops, torch; assert not torch.cuda.is_initialized(); "
-        "assert ulysses_ops.NATIVE.cuda, ulysses_ops.NATIVE.cuda_reason"
+        "assert ulysses_ops.NATIVE.cuda, ulysses_ops.NATIVE.cuda_reason; "
+        "assert ulysses_ops.NATIVE.kernels, ulysses_ops.NATIVE.kernels_reason"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

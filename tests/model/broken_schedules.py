@@ -9,6 +9,7 @@ from schedules import (
     EPOCHS,
     ONE_QUEUE,
     caller_changes,
+    caller_changes_own_in_place,
     deferred,
     eager_and_graph,
     exchange,
@@ -134,6 +135,17 @@ WRONG = (
         ),
         OVERWRITE_WHILE_READING,
         "the stream of the round before still reads",
+    ),
+    Wrong(
+        Scenario(
+            "caller stream changes, own part in place, copies alone follow the reader",
+            2,
+            caller_changes_own_in_place,
+            Protocol(caller_follows=False),
+            prologue=caller_changes_own_in_place,
+        ),
+        OVERWRITE_WHILE_READING,
+        "the own part is written over one that the other stream still reads",
     ),
     Wrong(
         Scenario("epoch baked into a graph", 2, one_channel, EPOCHS),

@@ -47,6 +47,8 @@ class Protocol:
     """The caller waits for its own share when it completes."""
     reader_ordered: bool = True
     """An open also waits for the stream that completed the round before, if it is another one."""
+    caller_follows: bool = True
+    """The caller waits for that stream too: it may write own parts in place."""
     one_queue: bool = False
     """All streams of a rank share one hardware queue: one FIFO in the order of issue."""
     late: frozenset[str] = frozenset()
@@ -148,7 +150,7 @@ class Host:
     # Words
 
     def handshake(self, half: str, channel: str, tag: int = 1) -> None:
-        """One half, for one channel or several: signal all peers, then wait for all and reset.
+        """One half, for one channel or several: signal all peers, wait for all, then reset.
 
         The open is made of `empty` words, the close of `full` words.
         """
@@ -162,7 +164,9 @@ class Host:
             if protocol.resets == "before":
                 self._put("copy", Reset(word))
             self._put("copy", Wait(word, tag))
-            if protocol.resets == "after":
+        if protocol.resets == "after":
+            for name, peer in pairs:
+                word = self._word(half, name, self.rank, peer)
                 self._put_late("resets", word, Reset(word))
 
     def zero(self, channel: str) -> None:
@@ -221,7 +225,8 @@ class Host:
         chain, stream = self._readers.get(channel, ("", ""))
         other = chain == self._lanes["copy"] and stream != self._lanes["caller"]
         if other and self._protocol.reader_ordered:
-            for lane in ("copy", "own"):
+            followers = ["copy", "own", *(["caller"] if self._protocol.caller_follows else [])]
+            for lane in followers:
                 self._order(stream, lane, f"{lane} behind reader {stream} of {channel}")
 
     def _order(self, before: str, after: str, what: str) -> None:

@@ -111,6 +111,18 @@ def caller_changes(host: Host) -> None:
             one_channel(host)
 
 
+def caller_changes_own_in_place(host: Host) -> None:
+    """The same, and each rank writes its own part itself, after its send."""
+    for stream in ("main", "other"):
+        with host.on(stream):
+            host.produce("x")
+            host.send("x", channel="c", own=False)
+            host.store_own("x")
+            host.complete("c", own=False)
+            host.read("x")
+            host.end_round()
+
+
 def zeroed(*, barrier: bool) -> Script:
     """Each rank zeroes the words that are left over, and starts."""
 
@@ -166,6 +178,12 @@ SAFE = (
         prologue=eager_and_graph("launch"),
     ),
     Scenario("caller stream changes", 2, caller_changes, prologue=caller_changes),
+    Scenario(
+        "caller stream changes, own part in place",
+        2,
+        caller_changes_own_in_place,
+        prologue=caller_changes_own_in_place,
+    ),
     Scenario("signals arrive late", 2, two_channels, LATE_SIGNALS),
     Scenario("signals arrive late, own part in place", 3, deferred("x", own=False), LATE_SIGNALS),
     Scenario(

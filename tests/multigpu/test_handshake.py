@@ -192,7 +192,8 @@ def node_order(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
-    handshake = ["signal", "wait", "reset"]
+    # With what tells the host that the stream waits, written behind the signal, and no longer.
+    handshake = ["signal", "signal", "wait", "reset", "reset"]
     for chains in pair.run(node_order):
         assert sorted(chains) == sorted([["copy"], [*handshake, "copy", *handshake]])
 

@@ -113,6 +113,41 @@ def test_a_host_tensor_is_refused(pair: RankPool) -> None:
         assert "input [1] is on cpu" in message
 
 
+def different_graphs(rank: int, world_size: int) -> list[str]:
+    """Ranks that exchange alike when they warm up, and differently when they capture."""
+    messages = []
+    with communicator() as comm:
+        window, other = one_window(comm, SHAPE), one_window(comm, SHAPE, name="other")
+        x = filled(window, rank, 0)
+
+        def swapped(x: Tensor) -> None:
+            turned = rank == 1 and torch.cuda.is_current_stream_capturing()
+            for one in (other, window) if turned else (window, other):
+                send(comm, one, x)
+
+        def shorter(x: Tensor) -> None:
+            send(comm, window, x)
+            if rank == 0 or not torch.cuda.is_current_stream_capturing():
+                send(comm, other, x)
+
+        for bad in (swapped, shorter):
+            with pytest.raises(UlyssesError) as refused:
+                capture_step(comm, bad, [x])
+            messages.append(str(refused.value))
+        capture_step(comm, lambda x: send(comm, window, x).clone(), [x]).verify(x + 1)
+        settle()
+    return messages
+
+
+def test_graphs_that_do_not_belong_together(pair: RankPool) -> None:
+    one, other = pair.run(different_graphs)
+    assert one == other
+    swapped, shorter = one
+    assert "rank 0: exchange 0 of its graph is open of channel 'test'" in swapped
+    assert "rank 1: exchange 0 of its graph is open of channel 'other'" in swapped
+    assert "rank 1: exchange 2 of its graph is nothing" in shorter
+
+
 def launches_of_a_step(rank: int, world_size: int) -> dict[str, int]:
     """What the runtime is asked for in a replay."""
     with communicator() as comm:

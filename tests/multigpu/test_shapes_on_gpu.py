@@ -19,11 +19,11 @@ from ulysses_ops import (
     WindowSpec,
     even_splits,
     gather,
-    joint_attention,
     reserve,
     scatter,
     sdpa,
     ulysses_attention,
+    ulysses_joint_attention,
 )
 from ulysses_ops.graphs import capture_step
 from ulysses_ops.reference import shard_of, window_of
@@ -174,9 +174,9 @@ def joint_text(rank: int, world_size: int) -> None:
                 expected = joint.shard(sdpa(*wholes, mask=mask), rank)
                 q, k, v = (joint.shard(x, rank) for x in wholes)
                 for _ in range(3):
-                    got = joint_attention(q, k, v, comm, joint, mask=mask)
+                    got = ulysses_joint_attention(q, k, v, comm, joint, mask=mask)
                     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-                assert not torch.allclose(joint_attention(q, k, v, comm, joint), expected)
+                assert not torch.allclose(ulysses_joint_attention(q, k, v, comm, joint), expected)
 
 
 def test_joint_text(pair: RankPool, crowd: Ranks) -> None:

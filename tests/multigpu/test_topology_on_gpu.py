@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ulysses_ops.nvml import NVLINK_VERSIONS
 from ulysses_ops.tools.cuda_runtime import RowCopy, enable_peer_access
 from ulysses_ops.tools.pair_bandwidth import MIB, Form, PeerTimer, measure_pairs
 from ulysses_ops.tools.pair_check import check_pairs
@@ -32,6 +33,9 @@ def test_the_probe_knows_this_machine_and_is_quick() -> None:
         assert gpu.compute_capability.value == "{}.{}".format(*capability)
         assert gpu.nvlinks.value is not None, gpu.nvlinks.reason
         assert gpu.nvlinks.value == sum(bundle.count for bundle in gpu.links)
+        if gpu.nvlinks.value:
+            assert gpu.nvlink_version.value in NVLINK_VERSIONS[1:], gpu.nvlink_version
+            assert gpu.nvlink_mbps.value is not None, gpu.nvlink_mbps.reason
     assert judge(topology).word == "eligible", judge(topology).reasons
     assert took_ms < 150
 
@@ -54,7 +58,10 @@ def test_a_copy_that_is_dropped_is_seen() -> None:
 @pytest.mark.parametrize("form", [Form(1, 64 * MIB), Form(MIB // 4, 256)], ids=["flat", "rows"])
 def test_rates_are_those_of_a_link(form: Form) -> None:
     timer = PeerTimer(devices()[:2], form.total_bytes)
-    rates = measure_pairs(2, timer.time_copies, forms=[form])
+    rates, unmeasured = measure_pairs(
+        devices()[:2], enable_peer_access, timer.time_copies, forms=[form]
+    )
+    assert unmeasured == []
     assert {(r.source, r.target, r.both_ways) for r in rates} == {
         (0, 1, False), (1, 0, False), (0, 1, True), (1, 0, True)
     }  # fmt: skip

@@ -1,0 +1,192 @@
+"""From the command line to launches of ranks: which jobs, on which ranks, into which file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ulysses_ops.tools.benchmark_job import SECTIONS, BenchmarkJob
+from ulysses_ops.tools.block_job import SECTION as BLOCK
+from ulysses_ops.tools.block_job import BlockJob
+from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.parity import ParityJob
+from ulysses_ops.tools.replays import ReplayJob
+from ulysses_ops.tools.report import ResumeFrom
+from ulysses_ops.tools.shapes import (
+    BLOCKS,
+    FUNCTIONAL,
+    FUNCTIONAL_BLOCKS,
+    SMALL_STEP,
+    select_shapes,
+)
+from ulysses_ops.tools.timing import Effort
+
+PRODUCTION_REPLAYS = 200
+CPU_REPLAYS = 20
+STEP_FILE = "attention_step"
+EVERYTHING = (*SECTIONS, BLOCK)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line says about every job.
+
+    Attributes:
+        shapes: Names, separated by commas, or ``"all"``.
+        only: Names of sections, separated by commas, or ``"all"``.
+        variants: Of the block: names, separated by commas, or ``"all"``.
+        transport: Transport to insist on.
+        mapping: Mapping to insist on.
+        signal: Signal to insist on.
+        resume: Folder of results to go on with.
+        commit: What is run.
+    """
+
+    shapes: str = "all"
+    only: str = "all"
+    variants: str = "all"
+    transport: str | None = None
+    mapping: str | None = None
+    signal: str | None = None
+    resume: Path | None = None
+    commit: str | None = None
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Sections, in the order in which they are measured.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        wanted = EVERYTHING if self.only == "all" else [n.strip() for n in self.only.split(",")]
+        unknown = [name for name in wanted if name not in EVERYTHING]
+        if unknown:
+            message = f"only: {unknown} are unknown; choose from {list(EVERYTHING)} or 'all'"
+            raise ValueError(message)
+        return tuple(name for name in EVERYTHING if name in wanted)
+
+    def resume_from(self, name: str) -> ResumeFrom | None:
+        """The earlier run of this file."""
+        return None if self.resume is None else ResumeFrom(self.resume, name, self.commit)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch.
+
+    Attributes:
+        launch: Ranks to start.
+        jobs: What each of them does.
+        name: Name of the results file.
+        is_functional: Its times mean nothing.
+    """
+
+    launch: Launch
+    jobs: list[Any]
+    name: str
+    is_functional: bool = False
+
+
+def launch_on_gpus(
+    world_size: int, num_devices: int, oversubscribe: bool, limit_s: float
+) -> Launch:
+    """Ranks on GPUs.
+
+    Raises:
+        ValueError: there are more ranks than GPUs, and they may not share.
+    """
+    if world_size > num_devices and not oversubscribe:
+        message = (
+            f"world_size={world_size} needs as many GPUs, {num_devices} are visible; "
+            f"add --oversubscribe to check only"
+        )
+        raise ValueError(message)
+    return Launch(world_size, "cuda", num_devices, limit_s)
+
+
+def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]:
+    """One launch for operators and attention steps, one for blocks.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    insisted = (choice.transport, choice.mapping, choice.signal)
+    sections = tuple(name for name in choice.sections if name != BLOCK)
+    plans = []
+    if sections:
+        job = BenchmarkJob(
+            select_shapes(choice.shapes), effort, sections, *insisted, choice.resume_from(STEP_FILE)
+        )
+        plans.append(Plan(launch, [job], STEP_FILE))
+    if BLOCK in choice.sections:
+        plans.append(Plan(launch, [_block_job(choice, effort)], BLOCK))
+    return plans
+
+
+def _block_job(choice: Choice, effort: Effort) -> BlockJob:
+    # Half the batch: there are twice as many variants as elsewhere, and long steps beside them.
+    return BlockJob(
+        select_shapes(choice.shapes, BLOCKS),
+        replace(effort, batch_ms=effort.batch_ms / 2),
+        choice.variants,
+        transport=choice.transport,
+        mapping=choice.mapping,
+        signal=choice.signal,
+        resume=choice.resume_from(BLOCK),
+    )
+
+
+def plan_replays(launch: Launch, replays: int, choice: Choice) -> Plan:
+    """Many replays instead of times; ranks that share GPUs do small checks before.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    transport = choice.transport
+    if launch.shares_devices:
+        transport = transport or "ce"  # what ranks that share GPUs are there to check
+    replays = replays or PRODUCTION_REPLAYS
+    shapes = (SMALL_STEP, *select_shapes(choice.shapes))
+    fitting = [shape for shape in shapes if shape.fits(launch.world_size)]
+    counts = tuple(
+        (shape, replays if shape is SMALL_STEP else min(replays, PRODUCTION_REPLAYS))
+        for shape in fitting
+    )
+    jobs: list[Any] = [ReplayJob(counts, transport, choice.mapping, choice.signal)]
+    name = "replays"
+    if launch.shares_devices:
+        parity = ParityJob(FUNCTIONAL, ("bfloat16", "uint8"), Effort(1, 1.0), transport)
+        jobs.insert(0, parity)
+        name = f"replays_w{launch.world_size}_oversubscribed"
+    return Plan(launch, jobs, name)
+
+
+def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choice) -> Plan:
+    """The same code on CPU ranks, with small shapes.
+
+    Raises:
+        ValueError: no small shape can be split over so many ranks, or a name is unknown.
+    """
+    launch = Launch(world_size, "cpu", 0, limit_s)
+    fitting = tuple(shape for shape in FUNCTIONAL if shape.fits(world_size))
+    if not fitting:
+        message = f"world_size={world_size} splits none of the small shapes; use 2 ranks"
+        raise ValueError(message)
+    effort = Effort(3, 2.0, until=None)
+    sections = tuple(name for name in choice.sections if name != BLOCK)
+    jobs: list[Any] = []
+    if choice.only == "all":
+        jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))
+    # GEMMs to hide behind take a CPU long: one shape of them will do.
+    for shapes, names in ((fitting, set(sections) - {"load"}), (fitting[:1], {"load"})):
+        wanted = tuple(name for name in sections if name in names)
+        if wanted:
+            jobs.append(BenchmarkJob(shapes, effort, wanted, choice.transport))
+    if BLOCK in choice.sections:
+        blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
+        jobs.append(BlockJob(blocks, effort, choice.variants, transport=choice.transport))
+    if choice.only == "all":
+        counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
+        jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))
+    return Plan(launch, jobs, "functional", is_functional=True)

@@ -1,0 +1,137 @@
+"""Rows of a whole DiT block: every variant, eager and in a graph, in one interleaved run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.tools.attention_rows import choose_attention
+from ulysses_ops.tools.block import DTYPE, Block, WeightStore
+from ulysses_ops.tools.block_bench import BlockBench, Built, open_bench
+from ulysses_ops.tools.block_setting import Setting
+from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
+from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.paired import tax_percent
+from ulysses_ops.tools.results import Row
+from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
+from ulysses_ops.tools.zero_cta import ZeroCta
+
+OP = "block"
+
+
+@dataclass(frozen=True)
+class BlockSite:
+    """Where blocks are measured.
+
+    Attributes:
+        context: This rank.
+        weights: Kept from shape to shape.
+        zero_cta: Memory and group for NCCL on copy engines, where that works.
+    """
+
+    context: RankContext
+    weights: WeightStore
+    zero_cta: ZeroCta | None = None
+
+
+def block_rows(
+    site: BlockSite,
+    comm: UlyssesCommunicator,
+    shape: Shape,
+    variants: Sequence[BlockVariant],
+    effort: Effort,
+    not_run: dict[str, str],
+) -> list[Row]:
+    """Check and time the block at one shape. Collective.
+
+    Args:
+        site: Where.
+        comm: Communicator, for this shape alone.
+        shape: Of Q, K and V.
+        variants: What to measure.
+        effort: How long.
+        not_run: Reasons by variant, or ``variant/mode``; those of this shape are added.
+    """
+    with ExitStack() as closing:
+        bench = open_block(site, comm, shape, variants, not_run, closing)
+        not_run.update(bench.not_run)
+        runs = {key: Variant(built.run) for key, built in bench.built.items()}
+        times = measure(site.context, runs, effort, f"{shape.title}, block")
+        host_us = {key: bench.host_us(built) for key, built in bench.built.items()}
+        return [_row(shape, comm, built, times, host_us[key]) for key, built in bench.built.items()]
+
+
+def open_block(
+    site: BlockSite,
+    comm: UlyssesCommunicator,
+    shape: Shape,
+    variants: Sequence[BlockVariant],
+    not_run: Mapping[str, str],
+    closing: ExitStack,
+) -> BlockBench:
+    """Build and check the variants; ``closing`` gives back what they hold. Collective."""
+    context = site.context
+    context.progress(f"{shape.title}, block: weights and kernels")
+    weights = site.weights.of(shape, context)
+    _, kernel = choose_attention(context, shape.head_dim)
+    block = Block.prepare(shape, context, weights, kernel)
+    setting = Setting(context, comm, block, site.zero_cta, closing)
+    return open_bench(setting, variants, not_run)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Drop what a closed shape has left: pools of graphs, cached blocks, compiled kernels."""
+    if device.type == "cuda":
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _row(
+    shape: Shape,
+    comm: UlyssesCommunicator,
+    built: Built,
+    times: Mapping[str, Summary],
+    host_us: float,
+) -> Row:
+    variant, mode = built.variant, built.mode
+    mine = times[built.key]
+    compute = times.get(f"{COMPUTE}/{mode}")
+    tax = None if compute is None or variant.name == COMPUTE else tax_percent(mine, compute)
+    naive = {other: times.get(f"{NAIVE}/{other}") for other in ("eager", "graph")}
+    over = {
+        other: paired_ratio(theirs, mine)
+        for other, theirs in naive.items()
+        if theirs is not None and variant.name == OURS
+    }
+    same = naive[mode]
+    sent = 0 if variant.is_blind else 4  # V, K, Q and the output
+    return Row.of_times(
+        OP,
+        shape,
+        world_size=comm.world_size,
+        transport=variant.transport(comm),
+        mode=mode,
+        times=mine,
+        exact=built.exact,
+        bytes_per_peer=sent * shape.bytes_per_peer(comm.world_size, DTYPE.itemsize),
+        is_exchange=False,
+        nccl_us=same.median_us if over and same is not None else None,
+        x_nccl_eager=over.get("eager"),
+        x_nccl_graph=over.get("graph"),
+        tax_percent=None if tax is None else tax.median,
+        tax_quartiles=None if tax is None else tax.quartiles,
+        host_us=host_us,
+        peak_bytes=built.peak_bytes,
+        details={
+            "variant": variant.name,
+            "rounds": len(mine.round_us),
+            "relative_error": built.error,
+        },
+    )

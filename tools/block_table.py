@@ -1,0 +1,60 @@
+"""The table of the README about whole DiT blocks."""
+
+from __future__ import annotations
+
+from ulysses_ops.tools.block_variants import COMPUTE, OURS, VARIANTS
+from ulysses_ops.tools.markdown import Record, detail, markdown, number, yes
+from ulysses_ops.tools.results import Row
+
+TITLES = {
+    OURS: "ours",
+    "naive": "NCCL",
+    "packed": "NCCL, packed Q K V",
+    "overlapped": "NCCL, overlapped",
+    "zero-CTA": "NCCL, copy engines",
+    "flashinfer": "FlashInfer",
+    "fast_ulysses": "fast_ulysses",
+}
+
+
+def block_table(record: Record) -> str:
+    """One shape and mode a line: compute only, and the tax of every variant that ran anywhere."""
+    rows: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in record.rows:
+        if row.op == "block":
+            rows.setdefault((row.model, row.mode), {})[str(detail(row, "variant"))] = row
+    ran = {name for by_variant in rows.values() for name in by_variant}
+    names = [v.name for v in VARIANTS if v.name in ran and v.name != COMPUTE]
+    lines = [
+        _line(model, mode, by_variant, names)
+        for (model, mode), by_variant in rows.items()
+        if COMPUTE in by_variant
+    ]
+    head = (
+        "block",
+        "compute only, us",
+        *(TITLES.get(name, name) for name in names),
+        "exact",
+    )
+    return markdown(head, lines) if lines else ""
+
+
+def _line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
+    compute = rows[COMPUTE]
+    _, seq, heads, _ = compute.shape
+    title = model if f"S={seq}" in model else f"{model}, S={seq}, H={heads}"
+    exact = [row.exact for name, row in rows.items() if name != COMPUTE]
+    return (
+        f"{title}, {mode}",
+        number(compute.median_us, 0),
+        *(_tax(rows.get(name)) for name in names),
+        yes(all(exact)),
+    )
+
+
+def _tax(row: Row | None) -> str:
+    """Tax, and the quartiles of its rounds."""
+    if row is None or row.tax_percent is None or row.tax_quartiles is None:
+        return "not run"
+    low, high = row.tax_quartiles
+    return f"{row.tax_percent:+.1f} % ({low:.1f} to {high:.1f})"

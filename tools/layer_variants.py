@@ -1,0 +1,97 @@
+"""The block through :class:`UlyssesAttention`: the peers' parts first, the own part last.
+
+Norm and rotation are the block's own, so that what differs from the other variants is the order and
+the splits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ulysses_ops.exchange import Exchange
+from ulysses_ops.layer import UlyssesAttention
+from ulysses_ops.part_norm_rope import NormRope
+from ulysses_ops.schedule import PEERS_FIRST, Schedule
+from ulysses_ops.tools.block import EPS, Block
+from ulysses_ops.tools.block_setting import Run, Setting
+from ulysses_ops.windows import Window
+
+# By the name of the variant.
+SCHEDULES = {
+    "peers first": PEERS_FIRST,
+    "peers first with whole attention": Schedule("peers", "whole", "slabs"),
+    "peers first in projection alone": Schedule("peers", "whole", "whole"),
+}
+SPLIT_ALONE = "peers first without copies"
+
+
+class SplitAlone(UlyssesAttention):
+    """The layer with its splits and without its exchanges: what splitting alone costs.
+
+    Results mean nothing, since what peers would have sent is missing.
+    """
+
+    def begin_exchange(self) -> Exchange:
+        """Start an exchange that sends nothing."""
+        return _SentNothing(self.comm)
+
+
+class _SentNothing(Exchange):
+    """An exchange in name: nothing leaves, and nothing is waited for."""
+
+    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
+        """Do nothing."""
+
+
+def layer_variant(
+    schedule: Schedule, kind: type[UlyssesAttention] = UlyssesAttention
+) -> Callable[[Setting], Run]:
+    """The block in one schedule."""
+
+    def build(setting: Setting) -> Run:
+        block = setting.block
+        weights = block.weights
+        layer = kind.from_weights(
+            setting.comm,
+            weights.q,
+            weights.k,
+            weights.v,
+            weights.out,
+            num_heads=block.shape.heads,
+            norm_rope=NormRope("per_head", "interleaved", EPS),
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            attention=block.attention,
+            norm_rope_kernel=_norm_rope_of(block),
+            schedule=schedule,
+        )
+        # As the layer checks them; the block's kernel has tables of its own.
+        cos, sin = (table[:, 0, ::2] for table in (block.cosines, block.sines))
+
+        def run(x: Tensor) -> Tensor:
+            projected = layer(x, cos, sin)
+            hidden = F.gelu(F.linear(projected, weights.up), approximate="tanh")
+            return F.linear(hidden, weights.down)
+
+        return run
+
+    return build
+
+
+def _norm_rope_of(block: Block) -> Callable[..., Tensor]:
+    def kernel(
+        x: Tensor,
+        kind: NormRope,
+        weight: Tensor | None,
+        factor: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert weight is not None
+        return block.norm_rope(x, weight, block.cosines, block.sines, out)
+
+    return kernel

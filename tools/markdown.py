@@ -1,0 +1,67 @@
+"""A file of docs/results, and how what is in it reads in Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_ops.tools.results import Row, rows_from_json
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of docs/results."""
+
+    folder: str
+    name: str
+    content: dict[str, Any]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its rows; none for the record of a test run."""
+        return rows_from_json(self.content.get("rows", []))
+
+    def caption(self) -> str:
+        """Where, what and when, in one line."""
+        content = self.content
+        place = "CPU" if content["gpu"] == "cpu" else f"{content['gpu_count']}x {content['gpu']}"
+        versions = [
+            f"{name} {content[key]}"
+            for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl"))
+            if content.get(key)
+        ]
+        commit = (content.get("commit") or "unknown")[:12]
+        told = [place, *versions, f"torch {content['torch']}", f"commit {commit}"]
+        return f"{', '.join(told)}, {content['date'][:10]} (`{self.folder}/{self.name}.json`):\n\n"
+
+
+def read_records(results: Path) -> list[Record]:
+    """Every file of a results folder, in the order of their paths."""
+    return [
+        Record(path.parent.name, path.stem, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/*.json"))
+    ]
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; all columns but the first are aligned to the right."""
+    rules = ["---", *("---:" for _ in head[1:])]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rules, *lines))
+
+
+def number(value: float | None, digits: int, suffix: str = "") -> str:
+    """A number with so many digits, or nothing."""
+    return "" if value is None else f"{value:,.{digits}f}{suffix}"
+
+
+def yes(exact: bool | None) -> str:
+    """Whether it was exact, or nothing."""
+    return "" if exact is None else "yes" if exact else "**no**"
+
+
+def detail(row: Row, key: str) -> Any:
+    """An entry of ``details``, or ``None``."""
+    return (row.details or {}).get(key)

@@ -1,0 +1,145 @@
+"""What a run has found so far: handed in after every section, so that a cut run loses only one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.results import Machine, Row, rows_from_json, rows_to_json
+
+NO_TIME = "the time limit left none for it"
+SAME = ("gpu", "gpu_count", "driver", "torch", "cuda", "nccl")  # what rows of one file share
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank hands back.
+
+    Attributes:
+        machine: Where it ran.
+        rows: What was measured; the same on every rank.
+        transport: Transport, mapping and signal in use, and why.
+        finished: Sections that are complete.
+        not_run: Why something has no rows, by its name.
+    """
+
+    machine: Machine
+    rows: list[Row]
+    transport: str
+    finished: tuple[str, ...] = ()
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    def content(self) -> dict[str, Any]:
+        """Entries of a results file, after its header."""
+        return {
+            "transport": self.transport,
+            "finished": list(self.finished),
+            "not_run": self.not_run,
+            "rows": rows_to_json(self.rows),
+        }
+
+
+@dataclass(frozen=True)
+class ResumeFrom:
+    """An earlier run to go on with.
+
+    Attributes:
+        folder: Of results.
+        name: Of the file, without suffix.
+        commit: What is run now.
+    """
+
+    folder: Path
+    name: str
+    commit: str | None
+
+
+class Report:
+    """Collects sections. Every rank keeps one, and adds the same to it."""
+
+    def __init__(self, context: RankContext, machine: Machine) -> None:
+        """Begin with nothing found."""
+        self._context = context
+        self._machine = machine
+        self._rows: list[Row] = []
+        self._finished: list[str] = []
+        self._not_run: dict[str, str] = {}
+        self.transport = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        """All that was found so far."""
+        transport = self.transport or (self._rows[0].transport if self._rows else "")
+        return Outcome(
+            self._machine, list(self._rows), transport, tuple(self._finished), dict(self._not_run)
+        )
+
+    def has(self, section: str) -> bool:
+        """Whether a section was finished, in this run or in the one that it resumes."""
+        return section in self._finished
+
+    def add(
+        self, section: str, rows: Sequence[Row], not_run: Mapping[str, str] | None = None
+    ) -> None:
+        """Finish a section, and hand in everything so far."""
+        self._rows += rows
+        self._finished.append(section)
+        self._not_run |= not_run or {}
+        self._context.deliver(self.outcome)
+
+    def leave_out(self, section: str, reason: str) -> None:
+        """Note why a section, or a part of it, has no rows."""
+        self._not_run[section] = reason
+        self._context.deliver(self.outcome)
+
+    def resume(self, source: ResumeFrom) -> None:
+        """Take over what an earlier run has finished. Collective.
+
+        Raises:
+            ValueError: it ran elsewhere, with other versions, or from another commit.
+        """
+        path = source.folder / self._machine.folder / f"{source.name}.json"
+        earlier = self._context.gather(_read(path))[0]  # one rank's view of the file, on all
+        if earlier is not None:
+            found = earlier_outcome(earlier, self._machine, source.commit, str(path))
+            self._rows = list(found.rows)
+            self._finished = list(found.finished)
+            self.transport = found.transport
+
+
+def describe_transport(comm: UlyssesCommunicator) -> str:
+    """Transport, mapping, signal, and why."""
+    text = f"{comm.transport}, mapping {comm.mapping}, signal {comm.signal}"
+    return f"{text} ({'; '.join(comm.reasons)})"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    content: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return content
+
+
+def earlier_outcome(
+    content: Mapping[str, Any], machine: Machine, commit: str | None, what: str
+) -> Outcome:
+    """What an earlier run, now cut off, had finished; reasons are found anew.
+
+    Raises:
+        ValueError: its rows may not stand beside those of this machine and commit.
+    """
+    here = {**asdict(machine), "commit": commit}
+    other = [
+        f"{name} {content.get(name)} there, {here[name]} here"
+        for name in (*SAME, "commit")
+        if content.get(name) != here[name]
+    ]
+    if other:
+        message = f"resume: {what} is of another run: {'; '.join(other)}; start anew"
+        raise ValueError(message)
+    rows = rows_from_json(content["rows"])
+    finished = tuple(content.get("finished", ()))
+    return Outcome(machine, rows, str(content["transport"]), finished)

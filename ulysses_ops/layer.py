@@ -1,0 +1,364 @@
+"""An attention layer over a sequence that is sharded between ranks, from its input to its output.
+
+It owns what surrounds attention, and so can compute in the order that hides the exchanges
+(``peers_first``), where :func:`ulysses_ops.ulysses_attention` takes finished Q, K and V.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionKernel, out_specs, qkv_specs, sdpa, ulysses_attention
+from .communicator import UlyssesCommunicator
+from .constants import Constants, shipped_constants
+from .exchange import Exchange
+from .part_norm_rope import NormRope, NormRopeKernel, RopeKind, apply_norm_rope, row_factor
+from .peers_first import Output, Projected, Rotation, attend, project
+from .planner import Plan, plan_schedule
+from .projections import Projections, linear_of, norms_of, projections_of
+from .schedule import Problem, Schedule
+from .windows import Window, reserve
+
+NOTHING = NormRope()  # what happens to V
+
+
+class UlyssesAttention(nn.Module):
+    """Projections, QK norm, RoPE, attention and output projection, exchanges included.
+
+    ::
+
+        q, k, v = x W_q^T, x W_k^T, x W_v^T       (B, S_local, heads, D), with biases if any
+        q, k    = rope(norm(q)), rope(norm(k))
+        y       = gather(attention(scatter(q), scatter(k), scatter(v))) W_out^T
+
+    ``schedule`` says in which parts and in which order that is computed. Whatever it says, every
+    element of Q, K, V and of the attention is the same sum; only with ``output="slabs"`` it is
+    rounded once more for each slab of heads that is added.
+
+    Weights are used where they are: those for one rank lie side by side in each projection, so
+    that nothing is packed or held twice. Attention by head chunks alone needs the columns of the
+    output weight in another order, copied at first use.
+
+    Attributes:
+        comm: The ranks.
+        norm_rope: What happens to Q and K.
+        schedule: ``"auto"``, or the schedule to use.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def __init__(
+        self,
+        comm: UlyssesCommunicator,
+        *,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        out: nn.Linear,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        norm_rope: NormRope = NOTHING,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        attention: AttentionKernel = sdpa,
+        norm_rope_kernel: NormRopeKernel = apply_norm_rope,
+        schedule: Schedule | Literal["auto"] = "auto",
+        constants: Constants | None = None,
+    ) -> None:
+        """Take over projections that exist; alike on every rank.
+
+        Args:
+            comm: An open communicator.
+            q: ``(H * D, width)``.
+            k: ``(H_kv * D, width)``.
+            v: As ``k``.
+            out: ``(out_width, H * D)``.
+            num_heads: H; divisible by ``comm.world_size``.
+            num_kv_heads: ``H_kv``; H when left out.
+            norm_rope: What happens to Q and K.
+            q_norm: Weight of Q's norm, ``(D,)`` per head or ``(H * D,)`` across heads; ones when
+                left out.
+            k_norm: The same for K.
+            attention: The kernel, on ``(B, S, heads, D)``. It must treat each query row and each
+                head by itself; one that cannot (with a causal mask, say) needs a schedule with
+                ``attention="whole"``.
+            norm_rope_kernel: What computes :func:`~ulysses_ops.part_norm_rope.apply_norm_rope`.
+            schedule: ``"auto"`` lets the planner choose by shape.
+            constants: What the planner computes with; those of the package when left out.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit each other or the ranks.
+        """
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = Projections(q, k, v, out, num_heads, kv_heads)
+        sizes.check(norm_rope, comm.world_size)
+        if schedule != "auto" and not isinstance(schedule, Schedule):
+            message = f"UlyssesAttention: schedule={schedule!r} must be a Schedule or 'auto'"
+            raise ValueError(message)
+        self.comm = comm
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, sizes.head_dim
+        self.norm_rope = norm_rope
+        self.schedule = schedule
+        self._attention = attention
+        self._norm_rope_kernel = norm_rope_kernel
+        self._constants = shipped_constants() if constants is None else constants
+        self._out_chunks: dict[int, tuple[tuple[Any, ...], list[Tensor]]] = {}
+        for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
+            used = sizes.norm_weight(name, weight, heads, norm_rope.norm)
+            self.register_buffer(name, used, persistent=False)
+
+    @classmethod
+    def from_weights(
+        cls,
+        comm: UlyssesCommunicator,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+        out_bias: Tensor | None = None,
+        **options: Any,
+    ) -> UlyssesAttention:
+        """Build it from weights ``(out_features, in_features)``, which are shared, not copied.
+
+        Args:
+            comm: An open communicator.
+            q: Weight of Q.
+            k: Weight of K.
+            v: Weight of V.
+            out: Weight of the output projection.
+            q_bias: Bias of Q, if any; the others likewise.
+            k_bias: Bias of K.
+            v_bias: Bias of V.
+            out_bias: Bias of the output projection.
+            options: ``num_heads`` and what else the class takes.
+
+        Raises:
+            ValueError: as the class.
+        """
+        return cls(
+            comm,
+            q=linear_of(q, q_bias),
+            k=linear_of(k, k_bias),
+            v=linear_of(v, v_bias),
+            out=linear_of(out, out_bias),
+            **options,
+        )
+
+    @classmethod
+    def from_module(
+        cls,
+        comm: UlyssesCommunicator,
+        module: nn.Module,
+        *,
+        num_heads: int,
+        rope: RopeKind = "none",
+        **options: Any,
+    ) -> UlyssesAttention:
+        """Build it from an attention module, whose parameters it shares.
+
+        Args:
+            comm: An open communicator.
+            module: Has linear layers ``to_q, to_k, to_v, to_out`` (the last also first in a list),
+                ``q_proj, k_proj, v_proj, o_proj``, or ``q, k, v, o``; and, if it normalises, RMS
+                norms ``norm_q, norm_k`` or ``q_norm, k_norm``, whose width tells their kind.
+            num_heads: H.
+            rope: How pairs are made; a module does not tell.
+            options: What else the class takes, less ``norm_rope`` and norm weights.
+
+        Raises:
+            ValueError: the module is none of these, or as the class.
+        """
+        q, k, v, out = projections_of(module)
+        norm, eps, q_norm, k_norm = norms_of(module, q.out_features // max(num_heads, 1))
+        return cls(
+            comm,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            num_heads=num_heads,
+            norm_rope=NormRope(norm, rope, eps),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            **options,
+        )
+
+    def plan(self, shape: tuple[int, int, int]) -> Plan:
+        """What the planner chooses for an input ``(B, S_local, width)``, and why."""
+        batch, rows, width = shape
+        world_size = self.comm.world_size
+        problem = Problem(
+            batch,
+            rows * world_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            width,
+            self.out.out_features,
+            world_size,
+            self.q.weight.element_size(),
+            self.norm_rope,
+        )
+        return plan_schedule(problem, self._constants)
+
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+        """Run the layer on this rank's rows.
+
+        Args:
+            x: ``(B, S_local, width)``, of the weights' dtype.
+            cos: ``(S_local, D / 2)`` or ``(B, S_local, D / 2)``: an angle for each pair of this
+                rank's rows. Needed with RoPE, and only then.
+            sin: As ``cos``.
+
+        Returns:
+            ``(B, S_local, out_width)``, owned by the caller, ready on the current stream.
+
+        Raises:
+            ValueError: shape, dtype or device is wrong, or the schedule does not fit the heads;
+                raised before any rank waits.
+            UlyssesError: closed, or a capture needs windows that are not reserved.
+
+        Collective: every rank calls it with the same shape, in the same order. Where a gradient
+        is needed, and inside a compiler, it takes the functional operators instead of windows.
+        """
+        self._check(x, cos, sin)
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or any(weight.requires_grad for weight in self.parameters())
+        )
+        if self.comm.world_size == 1 or needs_grad or torch.compiler.is_compiling():
+            return self._run_functional(x, cos, sin)
+        schedule = self._schedule_for(x)
+        qkv, outs = self._reserve(x, schedule)
+        norms = (None, self.k_norm, self.q_norm)
+        kinds = (NOTHING, self.norm_rope, self.norm_rope)
+        v, k, q = (
+            Projected(layer.weight, layer.bias, window, kind, norm)
+            for layer, window, kind, norm in zip(
+                (self.v, self.k, self.q), qkv, kinds, norms, strict=True
+            )
+        )
+        rotation = Rotation(cos, sin, self._norm_rope_kernel)
+        with torch.no_grad():
+            with self.begin_exchange() as exchange:
+                project(x, (v, k, q), rotation, self.comm.rank, schedule.projection, exchange)
+            return attend(
+                (q.window.tensor, k.window.tensor, v.window.tensor),
+                self._attention,
+                Output(self.out.weight, self.out.bias, self._chunks(schedule.head_chunks)),
+                outs,
+                self.comm.rank,
+                schedule,
+                self.begin_exchange,
+            )
+
+    def begin_exchange(self) -> Exchange:
+        """Start an exchange; a subclass that measures may hand out one that sends nothing."""
+        return Exchange(self.comm)
+
+    def _schedule_for(self, x: Tensor) -> Schedule:
+        batch, rows, width = x.shape
+        chosen = self.schedule
+        if isinstance(chosen, Schedule):
+            local = (
+                self.num_heads // self.comm.world_size,
+                self.num_kv_heads // self.comm.world_size,
+            )
+            if any(heads % chosen.head_chunks for heads in local):
+                message = (
+                    f"UlyssesAttention: head_chunks={chosen.head_chunks} must divide the "
+                    f"{local[0]} heads and {local[1]} KV heads of a rank"
+                )
+                raise ValueError(message)
+            return chosen
+        return self.plan((batch, rows, width)).schedule
+
+    def _reserve(self, x: Tensor, schedule: Schedule) -> tuple[list[Window], list[Window]]:
+        batch, rows, _ = x.shape
+        q_shape = (batch, rows, self.num_heads, self.head_dim)
+        kv_shape = (batch, rows, self.num_kv_heads, self.head_dim)
+        specs = qkv_specs(self.comm, q_shape, kv_shape, x.dtype)
+        outs = out_specs(specs[2], schedule.head_chunks)
+        windows = reserve(self.comm, [*specs, *outs])
+        return windows[:3], windows[3:]
+
+    def _chunks(self, chunks: int) -> list[Tensor]:
+        """Columns of the output weight by chunk; in one, those of every rank's heads of it."""
+        if chunks == 1:
+            return []
+        weight = self.out.weight.detach()
+        version = 0 if weight.is_inference() else weight._version
+        state = (weight.data_ptr(), version, weight.dtype, weight.device)
+        kept = self._out_chunks.get(chunks)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        heads = self.num_heads // self.comm.world_size // chunks
+        by_chunk = weight.view(-1, self.comm.world_size, chunks, heads * self.head_dim)
+        packed = [part.flatten(1).contiguous() for part in by_chunk.unbind(2)]
+        self._out_chunks[chunks] = (state, packed)
+        return packed
+
+    def _run_functional(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """The same layer by operators without windows; differentiable, traceable."""
+
+        def transformed(layer: nn.Linear, weight: Tensor | None) -> Tensor:
+            heads: Tensor = layer(x).unflatten(-1, (-1, self.head_dim))
+            if self.norm_rope.is_identity:
+                return heads
+            is_across = self.norm_rope.norm == "across_heads"
+            factor = row_factor(heads, self.norm_rope.eps) if is_across else None
+            return self._norm_rope_kernel(heads, self.norm_rope, weight, factor, cos, sin)
+
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        k, q = transformed(self.k, self.k_norm), transformed(self.q, self.q_norm)
+        if self.comm.world_size == 1:
+            attended = self._attention(q, k, v)
+        else:
+            attended = ulysses_attention(q, k, v, self.comm, attention=self._attention)
+        projected: Tensor = self.out(attended.flatten(2))
+        return projected
+
+    def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+        weight = self.q.weight
+        if x.dim() != 3 or x.shape[2] != self.q.in_features or 0 in x.shape:
+            message = (
+                f"UlyssesAttention: x is {list(x.shape)} and must be (B, S_local, "
+                f"{self.q.in_features}), none of them 0"
+            )
+            raise ValueError(message)
+        if x.dtype != weight.dtype or x.device != weight.device or x.device != self.comm.device:
+            message = (
+                f"UlyssesAttention: x is {x.dtype} on {x.device}, weights are {weight.dtype} on "
+                f"{weight.device}, the communicator is on {self.comm.device}; convert x or the "
+                f"layer"
+            )
+            raise ValueError(message)
+        rope = self.norm_rope.rope
+        given = [name for name, table in (("cos", cos), ("sin", sin)) if table is not None]
+        if len(given) != (0 if rope == "none" else 2):
+            needs = "no tables" if rope == "none" else "cos and sin"
+            message = f"UlyssesAttention: rope {rope!r} takes {needs}, given are {given}"
+            raise ValueError(message)
+        shape = (x.shape[1], self.head_dim // 2)
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table is None:
+                continue
+            fits = tuple(table.shape) in (shape, (x.shape[0], *shape))
+            if not fits or table.device != x.device:
+                message = (
+                    f"UlyssesAttention: {name} is {list(table.shape)} on {table.device} and must "
+                    f"be {list(shape)}, one angle a pair for each local row, or that for each "
+                    f"batch, on {x.device}"
+                )
+                raise ValueError(message)

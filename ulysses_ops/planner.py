@@ -1,0 +1,96 @@
+"""Chooses a schedule from shapes and measured constants. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import get_args
+
+from .constants import Constants
+from .forecast import AfterSplit, Forecast, forecast_after, forecast_before
+from .schedule import OutputSplit, Problem, ProjectionSplit, Schedule
+
+HEAD_CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner chose, and why.
+
+    Attributes:
+        schedule: The choice.
+        explanation: Every candidate with its prediction, as text.
+        before: Forecasts from the input to Q, K and V on every rank, by candidate.
+        after: Forecasts from there to the layer's output.
+    """
+
+    schedule: Schedule
+    explanation: str
+    before: dict[ProjectionSplit, Forecast]
+    after: dict[AfterSplit, Forecast]
+
+    @property
+    def total_us(self) -> float:
+        """Prediction for the chosen schedule."""
+        chosen = self.schedule
+        after = self.after[chosen.attention, chosen.output, chosen.head_chunks]
+        return self.before[chosen.projection].total_us + after.total_us
+
+
+@lru_cache(maxsize=256)
+def plan_schedule(problem: Problem, constants: Constants) -> Plan:
+    """Predict every candidate and choose the shortest; of equals, the one that splits least.
+
+    Pure: ranks that give the same sizes and constants get the same plan.
+    """
+    # With one peer, its part and that of all peers are the same; with none there is no part.
+    splits = get_args(ProjectionSplit)[: min(problem.world_size, 3)]
+    before = {split: forecast_before(problem, constants, split) for split in splits}
+    candidates: list[AfterSplit] = [
+        (attention, output, 1) for attention, output in product(splits, get_args(OutputSplit))
+    ]
+    candidates += [
+        ("heads", "slabs", n) for n in HEAD_CHUNKS if problem.can_chunk(n) and len(splits) > 1
+    ]
+    after = {split: forecast_after(problem, constants, split) for split in candidates}
+    projection = min(before, key=lambda split: before[split].total_us)
+    rest = min(after, key=lambda split: after[split].total_us)
+    schedule = Schedule(projection, *rest)
+    return Plan(schedule, _explain(problem, constants, schedule, before, after), before, after)
+
+
+def _explain(
+    p: Problem,
+    constants: Constants,
+    schedule: Schedule,
+    before: dict[ProjectionSplit, Forecast],
+    after: dict[AfterSplit, Forecast],
+) -> str:
+    chosen = (schedule.attention, schedule.output, schedule.head_chunks)
+    titled = {
+        f"attention {attention}, output {output}" + (f", {n} chunks" if n > 1 else ""): forecast
+        for (attention, output, n), forecast in after.items()
+    }
+    marks = [split == chosen for split in after]
+    lines = [
+        f"B={p.batch} S={p.seq} H={p.heads} H_kv={p.kv_heads} D={p.head_dim} W={p.world_size}",
+        f"width {p.width} to {p.out_width}, norm {p.norm_rope.norm}, rope {p.norm_rope.rope}",
+        f"constants of {constants.device}: {constants.source}",
+        "from the input to Q, K and V on every rank:",
+        *_table(
+            {f"projection {split}": f for split, f in before.items()},
+            [split == schedule.projection for split in before],
+        ),
+        "from there to the output:",
+        *_table(titled, marks),
+    ]
+    return "\n".join(lines)
+
+
+def _table(forecasts: dict[str, Forecast], marks: list[bool]) -> list[str]:
+    return [
+        f"{'->' if marked else '  '} {title}: {forecast.total_us:.1f} us, "
+        f"{forecast.computed_us:.1f} of computing and {forecast.waited_us:.1f} of waiting"
+        for marked, (title, forecast) in zip(marks, forecasts.items(), strict=True)
+    ]

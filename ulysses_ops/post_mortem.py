@@ -1,0 +1,62 @@
+"""What is said, and written down, when a communicator gave up on its peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .copy_engine import CopyEngineGroup
+from .errors import PeerTimeoutError
+
+
+class PostMortem:
+    """Raises what the copy engine's watchdog found, and dumps the latest exchanges once."""
+
+    def __init__(self, name: str, rank: int, world_size: int, dump_dir: Path | None) -> None:
+        """Nothing has happened yet.
+
+        Args:
+            name: Name of the communicator.
+            rank: This rank.
+            world_size: Number of ranks.
+            dump_dir: Folder for the dump; none is written when left out.
+        """
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._dump_dir = dump_dir
+
+    def raise_failure(self, op: str, engine: CopyEngineGroup, *, look: bool = False) -> None:
+        """Raise if the group gave up.
+
+        Raises:
+            PeerTimeoutError: it did.
+        """
+        why = engine.failure(look=look)
+        if not why:
+            return
+        where = ""
+        if self._dump_dir is not None:
+            where = f" (its latest exchanges are in {self._dump(self._dump_dir, why, engine)})"
+        message = (
+            f"{op}: rank {self._rank} of '{self._name}' gave up: {why}{where}; close the "
+            f"communicator and construct another on every rank"
+        )
+        raise PeerTimeoutError(message)
+
+    def _dump(self, folder: Path, why: str, engine: CopyEngineGroup) -> Path:
+        """Write what this rank issued last, for its owner alone; the ranks' files tell who left."""
+        path = folder / f"{self._name.replace('/', '_')}-rank{self._rank}.json"
+        if not path.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log = engine.exchange_log()
+            content = {
+                "name": self._name,
+                "rank": self._rank,
+                "world_size": self._world_size,
+                "gave_up": why,
+                "exchanges": [{"issued_s": issued, "what": what} for issued, what in log],
+            }
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return path

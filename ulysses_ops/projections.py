@@ -1,0 +1,200 @@
+"""The linear layers and norms of an attention layer, taken from weights or from a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .part_norm_rope import NormKind, NormRope
+
+# Names that libraries give to the same four projections.
+NAMES = (
+    ("to_q", "to_k", "to_v", "to_out"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q", "k", "v", "o"),
+)
+NORM_NAMES = (("norm_q", "norm_k"), ("q_norm", "k_norm"))
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Four linear layers, and how many heads they are for.
+
+    Attributes:
+        q: ``(H * D, width)``.
+        k: ``(H_kv * D, width)``.
+        v: As ``k``.
+        out: ``(out_width, H * D)``.
+        num_heads: H.
+        num_kv_heads: ``H_kv``.
+    """
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    out: nn.Linear
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.q.out_features // self.num_heads
+
+    def check(self, norm_rope: NormRope, world_size: int) -> None:
+        """Raise unless all sizes fit each other and the ranks.
+
+        Raises:
+            ValueError: a count, size, dtype or device is wrong.
+        """
+        self._check_heads(world_size)
+        features = {
+            "q": (self.q.out_features, self.num_heads * self.head_dim),
+            "k": (self.k.out_features, self.num_kv_heads * self.head_dim),
+            "v": (self.v.out_features, self.num_kv_heads * self.head_dim),
+            "out": (self.out.in_features, self.num_heads * self.head_dim),
+        }
+        for name, (found, expected) in features.items():
+            if found != expected:
+                message = (
+                    f"UlyssesAttention: {name} has {found} features for heads, H={self.num_heads} "
+                    f"and H_kv={self.num_kv_heads} of D={self.head_dim} need {expected}"
+                )
+                raise ValueError(message)
+        widths = {layer.in_features for layer in (self.q, self.k, self.v)}
+        if len(widths) > 1:
+            message = f"UlyssesAttention: q, k and v take inputs of {sorted(widths)} features; one"
+            raise ValueError(f"{message} input feeds all three")
+        tensors = list(self.tensors())
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+        if len(kinds) > 1 or not tensors[0].is_floating_point():
+            found_kinds = sorted(f"{dtype} on {device}" for dtype, device in kinds)
+            message = (
+                f"UlyssesAttention: weights and biases are {', '.join(found_kinds)}; convert them "
+                f"to one floating dtype on one device"
+            )
+            raise ValueError(message)
+        if norm_rope.rope != "none" and self.head_dim % 2:
+            message = f"UlyssesAttention: D={self.head_dim} must be even for RoPE"
+            raise ValueError(message)
+
+    def _check_heads(self, world_size: int) -> None:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if min(heads, kv_heads) < 1 or heads % kv_heads or self.q.out_features % heads:
+            message = (
+                f"UlyssesAttention: H={heads} must be a multiple of H_kv={kv_heads} and divide "
+                f"q's {self.q.out_features} features"
+            )
+            raise ValueError(message)
+        for name, count in (("H", heads), ("H_kv", kv_heads)):
+            if count % world_size:
+                message = (
+                    f"UlyssesAttention: {name}={count} must be divisible by "
+                    f"world_size={world_size}; replicate or pad heads, or use fewer ranks"
+                )
+                raise ValueError(message)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Weights and biases."""
+        for layer in (self.q, self.k, self.v, self.out):
+            yield layer.weight
+            if layer.bias is not None:
+                yield layer.bias
+
+    def norm_weight(
+        self, name: str, weight: Tensor | None, heads: int, kind: NormKind
+    ) -> Tensor | None:
+        """The weight of a norm as the stages use it: ``(D,)``, or ``(heads, D)`` across heads.
+
+        Raises:
+            ValueError: there is none of that size in this kind of norm.
+        """
+        if weight is None:
+            return None
+        sizes = {"none": None, "per_head": self.head_dim, "across_heads": heads * self.head_dim}
+        if sizes[kind] is None or weight.shape != (sizes[kind],):
+            message = (
+                f"UlyssesAttention: {name} is {list(weight.shape)}, but norm {kind!r} takes "
+                f"{'no weight' if sizes[kind] is None else [sizes[kind]]}"
+            )
+            raise ValueError(message)
+        weight = weight.detach()
+        return weight.view(heads, self.head_dim) if kind == "across_heads" else weight
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer around tensors that exist; nothing is allocated, gradients are off."""
+    if weight.dim() != 2:
+        message = f"UlyssesAttention: a weight is {list(weight.shape)}, not (out, in) features"
+        raise ValueError(message)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        message = (
+            f"UlyssesAttention: a bias is {list(bias.shape)} beside a weight of "
+            f"{list(weight.shape)}; give one value an output feature"
+        )
+        raise ValueError(message)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+    """The projections Q, K, V and output of an attention module, by their usual names.
+
+    Raises:
+        ValueError: it has none of these names, or they are no linear layers.
+    """
+    for names in NAMES:
+        found = [getattr(module, name, None) for name in names]
+        if isinstance(found[3], nn.ModuleList | nn.Sequential) and len(found[3]) > 0:
+            found[3] = found[3][0]  # followed by dropout
+        layers = [layer for layer in found if isinstance(layer, nn.Linear)]
+        if len(layers) == len(names):
+            return layers[0], layers[1], layers[2], layers[3]
+    message = (
+        f"UlyssesAttention: {type(module).__name__} has linear layers of none of these names: "
+        f"{'; '.join(', '.join(names) for names in NAMES)}; pass them by from_weights()"
+    )
+    raise ValueError(message)
+
+
+def norms_of(
+    module: nn.Module, head_dim: int
+) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
+    """Kind, epsilon and weights of the RMS norms of Q and K; ``"none"`` where there are none.
+
+    A norm over D features is per head, a wider one across heads.
+
+    Raises:
+        ValueError: a norm subtracts a mean, has no size, or Q's and K's differ in kind.
+    """
+    for names in NORM_NAMES:
+        norms = [getattr(module, name, None) for name in names]
+        if all(norm is None or isinstance(norm, nn.Identity) for norm in norms):
+            continue
+        weights = [getattr(norm, "weight", None) for norm in norms]
+        is_rms = not any(
+            isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
+            for norm in norms
+        )
+        if not is_rms or not all(isinstance(weight, Tensor) for weight in weights):
+            message = (
+                f"UlyssesAttention: {' and '.join(names)} of {type(module).__name__} must be RMS "
+                f"norms with weights and without biases; pass weights by from_weights()"
+            )
+            raise ValueError(message)
+        across = {weight.numel() != head_dim for weight in weights if weight is not None}
+        epsilons = {
+            getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None) for norm in norms
+        }
+        if len(across) > 1 or len(epsilons) > 1:
+            message = f"UlyssesAttention: {' and '.join(names)} differ in kind or epsilon"
+            raise ValueError(f"{message}; one kind of norm serves Q and K")
+        eps = epsilons.pop() or torch.finfo(torch.float32).eps  # torch's default of no epsilon
+        return "across_heads" if across.pop() else "per_head", float(eps), weights[0], weights[1]
+    return "none", 0.0, None, None
