@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -25,6 +26,42 @@ from .ops import gather, scatter
 from .plan import Direction, as_tuple, even_splits
 from .window_spec import WindowSpec
 from .windows import Window, refuse, reserve
+
+# Transformers of diffusers 0.42.1 that attend over text and image rows jointly -> whether text
+# comes first: read from their attention processors, or from the model where its streams are one.
+TEXT_COMES_FIRST = MappingProxyType(
+    {
+        "AuraFlowTransformer2DModel": True,
+        "ChromaTransformer2DModel": True,
+        "CogVideoXTransformer3DModel": True,
+        "Flux2Transformer2DModel": True,
+        "FluxTransformer2DModel": True,
+        "HunyuanVideo15Transformer3DModel": False,
+        "HunyuanVideoTransformer3DModel": False,
+        "MochiTransformer3DModel": False,
+        "QwenImageTransformer2DModel": True,
+        "SD3Transformer2DModel": False,
+        "ZImageTransformer2DModel": False,
+    }
+)
+
+
+def text_comes_first(transformer: str) -> bool:
+    """Whether a model puts text before image in joint attention, for :class:`JointSequence`.
+
+    Args:
+        transformer: Name of the class in ``diffusers``.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if transformer not in TEXT_COMES_FIRST:
+        message = (
+            f"text_comes_first: {transformer!r} is none of {sorted(TEXT_COMES_FIRST)}; look at "
+            f"what its attention processor concatenates"
+        )
+        raise ValueError(message)
+    return TEXT_COMES_FIRST[transformer]
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ def equation(layout: Layout, shards: Sequence[Bytes], receiver: int) -> Bytes:
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     world_size = draw(st.integers(1, 4))
-    splits = [
+    rows, heads = (
         tuple(draw(st.lists(st.integers(0, most), min_size=world_size, max_size=world_size)))
         for most in (4, 3)
-    ]
+    )
     direction: Direction = draw(st.sampled_from(("scatter", "gather")))
-    layout = Layout(direction, draw(st.integers(0, 3)), draw(st.integers(1, 4)), *splits)
+    layout = Layout(direction, draw(st.integers(0, 3)), draw(st.integers(1, 4)), rows, heads)
     return with_starts(draw, layout) if draw(st.booleans()) else layout
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from rank_pool import RankPool
 from torch import Tensor
 
 from ulysses_ops import JointSequence, UlyssesCommunicator, sdpa, ulysses_joint_attention
+from ulysses_ops.joint import TEXT_COMES_FIRST, text_comes_first
 
 Ranks = Callable[[int], RankPool]
 
@@ -113,6 +116,21 @@ def gradients(rank: int, world_size: int, joint: JointSequence) -> None:
 def test_gradients(ranks: Ranks, text: Any, text_first: bool) -> None:
     joint = JointSequence.divided(5, 7, 2, text=text, text_first=text_first)
     ranks(2).run(gradients, joint, timeout_s=20)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_the_order_of_every_model() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "shapes.md").read_text()
+    listed = dict(
+        re.findall(r"^\| `(\w+)` \| (text, image|image, text) \|", page, flags=re.MULTILINE)
+    )
+    first = {name: order == "text, image" for name, order in listed.items()}
+    assert first == dict(TEXT_COMES_FIRST)
+    assert text_comes_first("FluxTransformer2DModel")
+    with pytest.raises(ValueError, match=r"'WanTransformer3DModel' is none of \['AuraFlow"):
+        text_comes_first("WanTransformer3DModel")
 
 
 # ---- the value -----------------------------------------------------------------------------------

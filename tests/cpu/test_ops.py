@@ -18,7 +18,7 @@ from ulysses_ops.reference import shard_of, window_of
 Ranks = Callable[[int], RankPool]
 Splits = tuple[int, ...] | None
 
-EXCHANGES = {"scatter": scatter, "gather": gather}
+EXCHANGES: dict[str, Callable[..., Tensor]] = {"scatter": scatter, "gather": gather}
 DIRECTIONS: tuple[Direction, ...] = ("scatter", "gather")
 
 
@@ -128,7 +128,7 @@ def overlapping(rank: int, world_size: int, direction: Direction) -> None:
     splits = {"seq_splits": held, "head_splits": sizes, "head_starts": starts}
     if direction == "gather":
         splits = {"seq_splits": sizes, "head_splits": held, "seq_starts": starts}
-    exchange: Callable[..., Tensor] = EXCHANGES[direction]
+    exchange = EXCHANGES[direction]
     x = whole.split(list(held), dim=held_dim)[rank].clone().requires_grad_()
     with UlyssesCommunicator(timeout_s=10) as comm:
         y = exchange(x, comm, **splits)

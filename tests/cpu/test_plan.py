@@ -168,7 +168,8 @@ SPLITS = {
 @pytest.mark.parametrize("direction", ["scatter", "gather"])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS.keys())
 def test_uneven_splits(direction: Direction, splits: tuple[tuple[int, ...], ...]) -> None:
-    layout = Layout(direction, 2, 3, *splits)
+    seq_splits, head_splits = splits
+    layout = Layout(direction, 2, 3, seq_splits, head_splits)
     check(layout, 2, Padding(row=4))
     check(layout, 2, Padding(), parts=True)
 
@@ -236,7 +237,8 @@ def test_the_check_sees_starts_that_are_left_out(direction: Direction) -> None:
     for left_out in ("seq_starts", "head_starts"):
 
         def blind(layout: Layout, *args: Any, name: str = left_out) -> list[PitchedCopy]:
-            return plan_copies(replace(layout, **{name: None}), *args)
+            changes: dict[str, Any] = {name: None}
+            return plan_copies(replace(layout, **changes), *args)
 
         with pytest.raises(AssertionError):
             check(layout, 2, Padding(), plan=blind)
