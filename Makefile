@@ -30,12 +30,13 @@ bench: build
 
 test: lint build test-cpp test-python
 
-# The second install builds the libraries, with what the first installed.
+# The last install builds the libraries, with what the others installed; of CUTLASS, the headers alone.
 ifneq ($(READY),)
 $(READY): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.ready-*
 	$(PY) -m pip install '$(TORCH)' numpy setuptools wheel cmake ninja
+	$(PY) -m pip install --no-deps 'nvidia-cutlass>=4.2'
 	$(PY) -m pip install --no-build-isolation -e '.[dev]'
 	touch $@
 endif

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ulysses_ops import Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.part_norm_rope import NormRope, apply_norm_rope, row_factor
@@ -162,3 +162,16 @@ def layer_of(
         angles.cos() if has_rope else None,
         angles.sin() if has_rope else None,
     )
+
+
+class Attention(nn.Module):
+    """An attention module as libraries have them, one head dimension per head or across heads."""
+
+    def __init__(self, names: tuple[str, ...], norm: nn.Module | None) -> None:
+        super().__init__()
+        for name in names[:3]:
+            setattr(self, name, nn.Linear(6, 16, bias=False))
+        out = nn.Linear(16, 5)
+        setattr(self, names[3], nn.ModuleList([out, nn.Dropout(0.0)]) if "to_" in names[3] else out)
+        self.norm_q = norm
+        self.norm_k = norm

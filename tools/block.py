@@ -190,7 +190,10 @@ class Block:
 
     def finish(self, attended: Tensor) -> Tensor:
         """Output projection and MLP of ``(B, S_local, H, D)``."""
-        projected = F.linear(attended.flatten(2), self.weights.out)
+        return self.expand(F.linear(attended.flatten(2), self.weights.out))
+
+    def expand(self, projected: Tensor) -> Tensor:
+        """The MLP, ``(B, S_local, H * D)`` to the same."""
         hidden = F.gelu(F.linear(projected, self.weights.up), approximate="tanh")
         return F.linear(hidden, self.weights.down)
 

@@ -18,7 +18,11 @@ TITLES = {
 
 
 def block_table(record: Record) -> str:
-    """One shape and mode a line: compute only, and the tax of every variant that ran anywhere."""
+    """One shape and mode a line: compute only, and the tax of every variant that ran anywhere.
+
+    ``exact`` is over the variants whose bits are compared; beside it stands how far the others may
+    be off, as a part of the output's norm, where they ran.
+    """
     rows: dict[tuple[str, str], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == "block":
@@ -43,12 +47,14 @@ def _line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tupl
     compute = rows[COMPUTE]
     _, seq, heads, _ = compute.shape
     title = model if f"S={seq}" in model else f"{model}, S={seq}, H={heads}"
-    exact = [row.exact for name, row in rows.items() if name != COMPUTE]
+    exact = [row.exact for row in rows.values() if row.exact is not None]
+    errors = [detail(row, "relative_error") for row in rows.values()]
+    error = max((float(error) for error in errors if error is not None), default=None)
     return (
         f"{title}, {mode}",
         number(compute.median_us, 0),
         *(_tax(rows.get(name)) for name in names),
-        yes(all(exact)),
+        yes(bool(exact) and all(exact)) + ("" if error is None else f", others {error:.1e}"),
     )
 
 

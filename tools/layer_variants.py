@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ulysses_ops.exchange import Exchange
@@ -36,10 +35,10 @@ class SplitAlone(UlyssesAttention):
 
     def begin_exchange(self) -> Exchange:
         """Start an exchange that sends nothing."""
-        return _SentNothing(self.comm)
+        return SendsNothing(self.comm)
 
 
-class _SentNothing(Exchange):
+class SendsNothing(Exchange):
     """An exchange in name: nothing leaves, and nothing is waited for."""
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
@@ -72,9 +71,7 @@ def layer_variant(
         cos, sin = (table[:, 0, ::2] for table in (block.cosines, block.sines))
 
         def run(x: Tensor) -> Tensor:
-            projected = layer(x, cos, sin)
-            hidden = F.gelu(F.linear(projected, weights.up), approximate="tanh")
-            return F.linear(hidden, weights.down)
+            return block.expand(layer(x, cos, sin))
 
         return run
 

@@ -138,11 +138,7 @@ class FluxProcessor(RotatedPerHead):
         )
         if text is None:
             return out
-        count = text.shape[1]
-        return (
-            _projected_out(attn, out[:, count:].contiguous()),
-            attn.to_add_out(out[:, :count].contiguous()),
-        )
+        return _streams_out(attn, out, text.shape[1])
 
 
 class QwenImageProcessor(Processor):
@@ -195,11 +191,7 @@ class QwenImageProcessor(Processor):
             ),
             mask=self._joint_mask(encoder_hidden_states_mask, image),
         )
-        count = text.shape[1]
-        return (
-            _projected_out(attn, out[:, count:].contiguous()),
-            attn.to_add_out(out[:, :count].contiguous()),
-        )
+        return _streams_out(attn, out, text.shape[1])
 
     def _joint_mask(self, text_mask: Tensor | None, image: Tensor) -> Tensor | None:
         """``(B, 1, 1, T + S_global)``: image rows are always attended to."""
@@ -283,6 +275,14 @@ def _projected_out(attn: Any, x: Tensor) -> Tensor:
     for layer in attn.to_out:  # a projection, and a dropout where there is one
         x = layer(x)
     return x
+
+
+def _streams_out(attn: Any, out: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Image rows and text rows, projected, of rows that begin with ``count`` of text."""
+    return (
+        _projected_out(attn, out[:, count:].contiguous()),
+        attn.to_add_out(out[:, :count].contiguous()),
+    )
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from .attention import AttentionKernel, out_specs, qkv_specs, sdpa, ulysses_atte
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
-from .part_norm_rope import NormRope, NormRopeKernel, RopeKind, apply_norm_rope, row_factor
+from .norm_rope_checks import Rope
+from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
 from .peers_first import Output, Projected, Rotation, attend, project
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
@@ -163,7 +164,7 @@ class UlyssesAttention(nn.Module):
         module: nn.Module,
         *,
         num_heads: int,
-        rope: RopeKind = "none",
+        rope: Rope = "none",
         **options: Any,
     ) -> UlyssesAttention:
         """Build it from an attention module, whose parameters it shares.

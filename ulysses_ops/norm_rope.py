@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._native import NATIVE
 from .norm_rope_checks import Norm, Options, Rope, check, check_layout, is_in_place, refuse
+from .part_norm_rope import rotate
 
 _PARAMETERS = (
     "Tensor? q_weight=None, Tensor? k_weight=None, Tensor? q_bias=None, Tensor? k_bias=None, "
@@ -56,25 +57,15 @@ def _norm_rope(x: Tensor, weight: Tensor | None, bias: Tensor | None, o: Options
     if o.rope == "none":
         return x
     assert o.cos is not None and o.sin is not None
-    at = _pairs(x, o.rope)
-    # A table as wide as a head holds each value at both places of its pair.
-    tables = (
-        _pairs(table, o.rope)[0] if table.shape[-1] == x.shape[-1] else table
-        for table in (o.cos, o.sin)
-    )
-    cos, sin = (table.unsqueeze(1) for table in tables)
-    rotated = (at[0] * cos - at[1] * sin, at[1] * cos + at[0] * sin)
-    if o.rope == "interleaved":
-        return torch.stack(rotated, dim=-1).flatten(-2)
-    return torch.cat(rotated, dim=-1)
+    cos, sin = (_by_pair(table, x.shape[-1], o.rope) for table in (o.cos, o.sin))
+    return rotate(x, cos, sin, o.rope)
 
 
-def _pairs(x: Tensor, rope: str) -> tuple[Tensor, Tensor]:
-    """First and second elements of all pairs in the last dimension."""
-    if rope == "interleaved":
-        return x[..., 0::2], x[..., 1::2]
-    first, second = x.chunk(2, dim=-1)
-    return first, second
+def _by_pair(table: Tensor, head_dim: int, rope: str) -> Tensor:
+    """``(S, D / 2)``; a table as wide as a head holds each value at both places of its pair."""
+    if table.shape[-1] != head_dim:
+        return table
+    return table[:, 0::2] if rope == "interleaved" else table[:, : head_dim // 2]
 
 
 def _into_by_pytorch(

@@ -14,13 +14,12 @@ arXiv:2104.09864.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-NormKind = Literal["none", "per_head", "across_heads"]
-RopeKind = Literal["none", "interleaved", "half_split"]
+from .norm_rope_checks import NORMS, ROPES, Norm, Rope
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class NormRope:
         eps: Added to the mean of squares.
     """
 
-    norm: NormKind = "none"
-    rope: RopeKind = "none"
+    norm: Norm = "none"
+    rope: Rope = "none"
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -43,7 +42,7 @@ class NormRope:
         Raises:
             ValueError: a kind is unknown, or ``eps`` is negative.
         """
-        for name, allowed in (("norm", get_args(NormKind)), ("rope", get_args(RopeKind))):
+        for name, allowed in (("norm", NORMS), ("rope", ROPES)):
             value = getattr(self, name)
             if value not in allowed:
                 message = f"NormRope: {name}={value!r} must be one of {allowed}"
@@ -118,7 +117,7 @@ def apply_norm_rope(
             wide = wide * weight.to(wide.dtype)
     if kind.rope != "none":
         assert cos is not None and sin is not None
-        wide = _rotate(wide, cos, sin, kind.rope)
+        wide = rotate(wide, cos, sin, kind.rope)
     if out is None:
         return wide.to(x.dtype).contiguous()
     return out.copy_(wide)
@@ -128,7 +127,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeKind) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
+    """Turn the pairs of ``x``, ``(B, S, heads, D)``, by tables with one angle a pair."""
     # Swapped pairs and looked-up angles, instead of parts put together: that fuses into one kernel.
     places = torch.arange(x.shape[-1], device=x.device)
     if rope == "interleaved":

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .part_norm_rope import NormKind, NormRope
+from .norm_rope_checks import Norm
+from .part_norm_rope import NormRope
 
 # Names that libraries give to the same four projections.
 NAMES = (
@@ -105,7 +106,7 @@ class Projections:
                 yield layer.bias
 
     def norm_weight(
-        self, name: str, weight: Tensor | None, heads: int, kind: NormKind
+        self, name: str, weight: Tensor | None, heads: int, kind: Norm
     ) -> Tensor | None:
         """The weight of a norm as the stages use it: ``(D,)``, or ``(heads, D)`` across heads.
 
@@ -163,9 +164,7 @@ def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, 
     raise ValueError(message)
 
 
-def norms_of(
-    module: nn.Module, head_dim: int
-) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
+def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | None, Tensor | None]:
     """Kind, epsilon and weights of the RMS norms of Q and K; ``"none"`` where there are none.
 
     A norm over D features is per head, a wider one across heads.

@@ -14,8 +14,6 @@ const char* name_of(Step step) {
       return "open";
     case Step::kClose:
       return "close";
-    case Step::kReplay:
-      return "replay";
     case Step::kBare:
       return "bare handshake";
   }
@@ -43,7 +41,7 @@ uint64_t ExchangeLog::add(Step step, std::shared_ptr<const std::string> subject,
       0, step, std::move(subject), capture, std::chrono::system_clock::now(), std::move(awaited)};
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t number = entry.number = ++last_;
-  if (capture != 0 && step != Step::kReplay) {
+  if (capture != 0) {
     captured_.emplace(number, std::move(entry));
   } else {
     eager_[num_eager_++ % kKept] = std::move(entry);

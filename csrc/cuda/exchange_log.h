@@ -20,7 +20,7 @@
 
 namespace ulysses_ops {
 
-enum class Step { kOpen, kClose, kReplay, kBare };
+enum class Step { kOpen, kClose, kBare };
 
 struct Awaited {
   std::shared_ptr<const SignalWords> words;

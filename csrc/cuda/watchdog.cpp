@@ -1,8 +1,10 @@
 #include "watchdog.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "../check.h"
@@ -18,8 +20,16 @@ constexpr milliseconds kIdlePoll{100};
 constexpr milliseconds kReleasePoll{1};
 constexpr milliseconds kQuiet{50};  // without a wait for this long, nothing waits any more
 constexpr milliseconds kSettling{5000};
+constexpr double kClosedWait_s = 0.1;  // what a peer sent before it closed may still be on its way
 
 constexpr int kMaxFailures = 3;  // then the device is lost to every stream: calls say so themselves
+
+// The first rank that told this.
+std::optional<size_t> rank_that(const Status& status, Told what) {
+  const auto found = std::find(status.told.begin(), status.told.end(), what);
+  return found == status.told.end() ? std::nullopt
+                                    : std::optional<size_t>(found - status.told.begin());
+}
 
 bool attempt(const std::function<void()>& step) {
   try {
@@ -133,11 +143,9 @@ void Watchdog::tick() {
     seen_waiting_ = status.waiting;
     seen_since_ = now;
   }
-  for (size_t rank = 0; rank < status.told.size(); ++rank) {
-    if (status.told[rank] == Told::kGaveUp) {
-      fail("rank " + std::to_string(rank) + " gave up on an exchange and told so");
-      return;
-    }
+  if (const auto rank = rank_that(status, Told::kGaveUp)) {
+    fail("rank " + std::to_string(*rank) + " gave up on an exchange and told so");
+    return;
   }
   if (seen_waiting_ == 0) {
     return;
@@ -149,12 +157,11 @@ void Watchdog::tick() {
   }
   const double waited_s = duration<double>(now - seen_since_).count();
   const auto entry = log_.find(seen_waiting_);
-  for (size_t rank = 0; rank < status.told.size(); ++rank) {
-    if (status.told[rank] == Told::kClosed && waited_s > 0.1) {
-      fail("rank " + std::to_string(rank) + " closed its communicator" +
-           (entry ? ", and " + rescue_.describe(*entry) : ""));
-      return;
-    }
+  const auto closed = rank_that(status, Told::kClosed);
+  if (closed && waited_s > kClosedWait_s) {
+    fail("rank " + std::to_string(*closed) + " closed its communicator" +
+         (entry ? ", and " + rescue_.describe(*entry) : ""));
+    return;
   }
   if (waited_s > limit_s) {
     char seconds[32];
@@ -201,16 +208,9 @@ void Watchdog::release_until_idle() {
 }
 
 void Watchdog::look() {
-  const Status status = rescue_.read_status();
-  if (has_failed()) {
-    return;
-  }
-  for (size_t rank = 0; rank < status.told.size(); ++rank) {
-    if (status.told[rank] == Told::kGaveUp) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait_for(lock, kSettling, [&] { return is_settled_ || stop_; });
-      return;
-    }
+  if (!has_failed() && rank_that(rescue_.read_status(), Told::kGaveUp)) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait_for(lock, kSettling, [&] { return is_settled_ || stop_; });
   }
 }
 

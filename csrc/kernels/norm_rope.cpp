@@ -218,6 +218,16 @@ Common common_of(const Arguments& arguments) {
                            ": no parts of q and none of k are given; give (B, S, heads, D)");
 }
 
+// `invalid_argument` would reach Python as ValueError, which is for what Python checks itself.
+void plan(const NormRopeSizes& sizes, const HeadParts& q, const HeadParts& k,
+          NormRopeParams& params) {
+  try {
+    plan_norm_rope(sizes, q, k, params);
+  } catch (const std::invalid_argument& refusal) {
+    throw std::runtime_error(refusal.what());
+  }
+}
+
 void norm_rope(const Arguments& arguments) {
   const Common common = common_of(arguments);
   NormRopeParams params;
@@ -256,7 +266,7 @@ void norm_rope(const Arguments& arguments) {
       check_apart(from, to, common.sizes);
     }
   }
-  plan_norm_rope(common.sizes, parts[0], parts[1], params);
+  plan(common.sizes, parts[0], parts[1], params);
   if (params.num_tasks == 0) {
     return;
   }
@@ -267,8 +277,8 @@ void norm_rope(const Arguments& arguments) {
   }
   // A block holds a row. Q and K together are too long: one launch each.
   std::array<NormRopeParams, 2> single{params, params};
-  plan_norm_rope(common.sizes, parts[0], {}, single[0]);
-  plan_norm_rope(common.sizes, {}, parts[1], single[1]);
+  plan(common.sizes, parts[0], {}, single[0]);
+  plan(common.sizes, {}, parts[1], single[1]);
   for (const NormRopeParams& one : single) {
     STD_TORCH_CHECK(row_threads(one) <= kMaxRowThreads, kOp, ": a row of ",
                     std::max(one.num_heads[0], one.num_heads[1]), " heads of ", one.head_dim,

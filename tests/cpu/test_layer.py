@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from exact_layer import Layer, all_schedules, layer_of
+from exact_layer import Attention, Layer, all_schedules, layer_of
 from rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -20,10 +20,10 @@ from ulysses_ops import (
     Schedule,
     UlyssesAttention,
     UlyssesCommunicator,
-    UlyssesError,
     sdpa,
 )
 from ulysses_ops.peers_first import Output, Projected
+from ulysses_ops.tools.layer_variants import SendsNothing
 from ulysses_ops.windows import Window
 
 Ranks = Callable[[int], RankPool]
@@ -132,12 +132,6 @@ def slabs_of_another_rank(comm: UlyssesCommunicator) -> Iterator[None]:
 
     with mock.patch.object(Output, "of_heads", wrong):
         yield
-
-
-class SendsNothing(Exchange):
-    """What a measurement without copies uses; its results must be wrong."""
-
-    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None: ...
 
 
 @contextmanager
@@ -264,19 +258,6 @@ def test_gradients_are_those_of_one_process(ranks: Ranks) -> None:
     ranks(2).run(differentiated, timeout_s=30)
 
 
-class Attention(nn.Module):
-    """An attention module as libraries have them, one head dimension per head or across heads."""
-
-    def __init__(self, names: tuple[str, ...], norm: nn.Module | None) -> None:
-        super().__init__()
-        for name in names[:3]:
-            setattr(self, name, nn.Linear(6, 16, bias=False))
-        out = nn.Linear(16, 5)
-        setattr(self, names[3], nn.ModuleList([out, nn.Dropout(0.0)]) if "to_" in names[3] else out)
-        self.norm_q = norm
-        self.norm_k = norm
-
-
 def from_modules(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     x = torch.randn(1, 8, 6)
@@ -346,60 +327,3 @@ def failing_kernel(rank: int, world_size: int) -> None:
 
 def test_a_kernel_that_raises_leaves_nothing_in_flight(ranks: Ranks) -> None:
     ranks(2).run(failing_kernel, timeout_s=30)
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-def refuse(rank: int, world_size: int) -> list[str]:
-    layer = layer_of(world_size, norm_rope=NormRope("per_head", "interleaved"))
-    x, cos, sin = layer.inputs(rank, world_size)
-    assert cos is not None
-    texts = []
-    with UlyssesCommunicator(timeout_s=20) as comm:
-        module = layer.sharded(comm)
-        calls: dict[str, tuple[Tensor | None, ...]] = {
-            r"x is \[3, 6\] and must be \(B, S_local, 6\)": (x[0], cos, sin),
-            r"x is \[1, 0, 6\]": (x[:, :0], cos, sin),
-            r"x is torch.float32 on cpu, weights are torch.float64": (x.float(), cos, sin),
-            r"rope 'interleaved' takes cos and sin, given are \['cos'\]": (x, cos, None),
-            r"cos is \[3, 1\] on cpu and must be \[3, 2\]": (x, cos[:, :1], sin),
-        }
-        for pattern, arguments in calls.items():
-            with pytest.raises(ValueError, match=f"^UlyssesAttention: {pattern}") as error:
-                module(*arguments)
-            texts.append(str(error.value))
-        options = {
-            r"H=5 must be a multiple of H_kv=4": {"num_heads": 5},
-            r"H=1 must be divisible by world_size=2": {"num_heads": 1, "num_kv_heads": 1},
-            r"k has 16 features for heads": {"num_kv_heads": 2},
-            r"q_norm is \[3\], but norm 'per_head' takes \[4\]": {"q_norm": torch.ones(3)},
-            r"q, k and v take inputs of \[6, 7\]": {"v": torch.ones(16, 7).double()},
-            r"weights and biases are torch.float32 on cpu, torch.float64 on cpu": {
-                "v": torch.ones(16, 6)
-            },
-            r"a weight is \[16\]": {"v": torch.ones(16).double()},
-            r"a bias is \[3\] beside": {"q_bias": torch.ones(3).double()},
-            r"schedule='fast' must be a Schedule or 'auto'": {"schedule": "fast"},
-        }
-        for pattern, option in options.items():
-            with pytest.raises(ValueError, match=f"^UlyssesAttention: {pattern}") as error:
-                layer.sharded(comm, **option)  # type: ignore[arg-type]
-            texts.append(str(error.value))
-        chunked = layer.sharded(comm, schedule=Schedule("whole", "heads", "slabs", 3))
-        with pytest.raises(ValueError, match=r"head_chunks=3 must divide the 2 heads"):
-            chunked(x, cos, sin)
-        with pytest.raises(ValueError, match=r"has linear layers of none of these names"):
-            UlyssesAttention.from_module(comm, nn.Identity(), num_heads=4)
-        odd = Attention(("q", "k", "v", "o"), nn.LayerNorm(4))
-        with pytest.raises(ValueError, match=r"must be RMS norms"):
-            UlyssesAttention.from_module(comm, odd, num_heads=4)
-        assert module(x, cos, sin).shape == (1, 3, 5)
-    with pytest.raises(UlyssesError, match="is closed; construct a new one"):
-        module(x, cos, sin)
-    return texts
-
-
-def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
-    first, second = ranks(2).run(refuse, timeout_s=30)
-    assert first == second

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ulysses_ops.part_norm_rope import NormRope, RopeKind, apply_norm_rope, row_factor
+from ulysses_ops.norm_rope_checks import Rope
+from ulysses_ops.part_norm_rope import NormRope, apply_norm_rope, row_factor
 
 
 def values(*shape: int) -> Tensor:
@@ -36,7 +37,7 @@ def test_norm_across_heads_is_torchs_also_in_parts() -> None:
 
 @pytest.mark.parametrize("rope", ["interleaved", "half_split"])
 @pytest.mark.parametrize("per_batch", [False, True])
-def test_rope_turns_pairs_as_complex_numbers(rope: RopeKind, per_batch: bool) -> None:
+def test_rope_turns_pairs_as_complex_numbers(rope: Rope, per_batch: bool) -> None:
     x = values(2, 5, 3, 8)
     angles = values(2, 5, 4) if per_batch else values(5, 4)
     got = apply_norm_rope(x, NormRope("none", rope), None, None, angles.cos(), angles.sin())

@@ -24,7 +24,7 @@ from ulysses_ops.tools.block_trial import Tried
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
 from ulysses_ops.tools.markdown import Record
 from ulysses_ops.tools.report import Outcome, ResumeFrom, earlier_outcome
-from ulysses_ops.tools.results import Row, write_results
+from ulysses_ops.tools.results import Row, rows_to_json, write_results
 from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS
 from ulysses_ops.tools.timeline import read_trace
 from ulysses_ops.tools.timing import Effort
@@ -196,6 +196,12 @@ def test_blocks_have_a_table(tmp_path: Path) -> None:
         f"| {where}, graph | 1,000 | +4.0 % (3.0 to 5.0) | +25.0 % (24.0 to 26.0) | yes |",
         f"| {where}, eager | 1,000 | -1.0 % (-2.0 to 0.0) | not run | yes |",
     ]
+    blind = _block_row("peers first without copies", "graph", 1.0)
+    bounded = _block_row("peers first", "graph", 1.0)
+    for row, details in ((blind, {}), (bounded, {"relative_error": 0.0042})):
+        entry = rows_to_json([replace(row, exact=None)])[0]
+        content["rows"].append({**entry, "details": {**entry["details"], **details}})
+    assert "| yes, others 4.2e-03 |" in block_table(Record("h200-x2", "block", content))
     content["rows"][1]["exact"] = False
     assert "**no**" in block_table(Record("h200-x2", "block", content))
     assert block_table(Record("h200-x2", "other", {"rows": []})) == ""

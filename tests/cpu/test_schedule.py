@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ulysses_ops.constants import rate_at, read_constants, shipped_constants
 from ulysses_ops.forecast import forecast_after, forecast_before
-from ulysses_ops.part_norm_rope import NormKind, NormRope, RopeKind
+from ulysses_ops.norm_rope_checks import NORMS, ROPES
+from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.planner import plan_schedule
 from ulysses_ops.schedule import PEERS_FIRST, PLAIN, Problem, Schedule, peer_groups
 
@@ -64,9 +65,7 @@ def problems(draw: st.DrawFn) -> Problem:
         out_width=draw(st.integers(1, 8192)),
         world_size=world_size,
         itemsize=draw(st.sampled_from([2, 4])),
-        norm_rope=NormRope(
-            draw(st.sampled_from(get_args(NormKind))), draw(st.sampled_from(get_args(RopeKind)))
-        ),
+        norm_rope=NormRope(draw(st.sampled_from(NORMS)), draw(st.sampled_from(ROPES))),
     )
 
 

@@ -61,10 +61,18 @@ def test_an_output_that_is_closed_leaves_the_status() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+# A suite that runs in the background of a shell inherits a SIGINT that is ignored.
+CTRL_C = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted\n"),
+        (CTRL_C, 130, "interrupted\n"),
         ("raise ImportError('libcudart:\\n no file')", 2,
          "could not tell: ImportError: libcudart: no file\n"),
     ],

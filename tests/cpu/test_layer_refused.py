@@ -1,0 +1,67 @@
+"""What UlyssesAttention refuses, before any rank waits and alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exact_layer import Attention, layer_of
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator, UlyssesError
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    layer = layer_of(world_size, norm_rope=NormRope("per_head", "interleaved"))
+    x, cos, sin = layer.inputs(rank, world_size)
+    assert cos is not None
+    texts = []
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        module = layer.sharded(comm)
+        calls: dict[str, tuple[Tensor | None, ...]] = {
+            r"x is \[3, 6\] and must be \(B, S_local, 6\)": (x[0], cos, sin),
+            r"x is \[1, 0, 6\]": (x[:, :0], cos, sin),
+            r"x is torch.float32 on cpu, weights are torch.float64": (x.float(), cos, sin),
+            r"rope 'interleaved' takes cos and sin, given are \['cos'\]": (x, cos, None),
+            r"cos is \[3, 1\] on cpu and must be \[3, 2\]": (x, cos[:, :1], sin),
+        }
+        for pattern, arguments in calls.items():
+            with pytest.raises(ValueError, match=f"^UlyssesAttention: {pattern}") as error:
+                module(*arguments)
+            texts.append(str(error.value))
+        options = {
+            r"H=5 must be a multiple of H_kv=4": {"num_heads": 5},
+            r"H=1 must be divisible by world_size=2": {"num_heads": 1, "num_kv_heads": 1},
+            r"k has 16 features for heads": {"num_kv_heads": 2},
+            r"q_norm is \[3\], but norm 'per_head' takes \[4\]": {"q_norm": torch.ones(3)},
+            r"q, k and v take inputs of \[6, 7\]": {"v": torch.ones(16, 7).double()},
+            r"weights and biases are torch.float32 on cpu, torch.float64 on cpu": {
+                "v": torch.ones(16, 6)
+            },
+            r"a weight is \[16\]": {"v": torch.ones(16).double()},
+            r"a bias is \[3\] beside": {"q_bias": torch.ones(3).double()},
+            r"schedule='fast' must be a Schedule or 'auto'": {"schedule": "fast"},
+        }
+        for pattern, option in options.items():
+            with pytest.raises(ValueError, match=f"^UlyssesAttention: {pattern}") as error:
+                layer.sharded(comm, **option)  # type: ignore[arg-type]
+            texts.append(str(error.value))
+        chunked = layer.sharded(comm, schedule=Schedule("whole", "heads", "slabs", 3))
+        with pytest.raises(ValueError, match=r"head_chunks=3 must divide the 2 heads"):
+            chunked(x, cos, sin)
+        with pytest.raises(ValueError, match=r"has linear layers of none of these names"):
+            UlyssesAttention.from_module(comm, nn.Identity(), num_heads=4)
+        odd = Attention(("q", "k", "v", "o"), nn.LayerNorm(4))
+        with pytest.raises(ValueError, match=r"must be RMS norms"):
+            UlyssesAttention.from_module(comm, odd, num_heads=4)
+        assert module(x, cos, sin).shape == (1, 3, 5)
+    with pytest.raises(UlyssesError, match="is closed; construct a new one"):
+        module(x, cos, sin)
+    return texts
+
+
+def test_wrong_arguments_are_refused(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(refuse, timeout_s=30)
+    assert first == second
