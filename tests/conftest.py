@@ -7,20 +7,24 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on_gpus, on_shared_gpus
 
 PoolOf = Callable[[int], RankPool]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by folder
+GPU_FOLDERS = ("gpu", "multigpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs GPUs that are not there."""
+    """Skip what needs GPUs that are not there.
+
+    Ranks may share a GPU, so one is enough for all that is not marked ``two_gpus``.
+    """
     there = torch.cuda.device_count()
     for item in items:
-        for folder, needed in GPUS_NEEDED.items():
+        for folder in GPU_FOLDERS:
             if folder in item.path.parts:
                 item.add_marker(getattr(pytest.mark, folder))
+                needed = 2 if item.get_closest_marker("two_gpus") else 1
                 if there < needed:
                     item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {there}"))
 
@@ -48,26 +52,20 @@ def compiling_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[RankPool]:
-    """Two ranks, a GPU each, with NCCL for CUDA and gloo for CPU tensors."""
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:
+    """Two ranks on GPUs: see :func:`rank_pool.on_gpus`."""
+    with on_gpus(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def crowd() -> Iterator[PoolOf]:
     """Pools of more ranks than GPUs, over gloo: correct, never fast."""
-    there = torch.cuda.device_count()
     with ExitStack() as stack:
         pools: dict[int, RankPool] = {}
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pool = RankPool(
-                    world_size,
-                    env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-                    devices=[rank % there for rank in range(world_size)],
-                )
-                pools[world_size] = stack.enter_context(pool)
+                pools[world_size] = stack.enter_context(on_shared_gpus(world_size))
             return pools[world_size]
 
         yield pool_of

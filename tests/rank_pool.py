@@ -235,6 +235,25 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def on_gpus(world_size: int, env: Mapping[str, str] | None = None) -> RankPool:
+    """Ranks with a GPU each, NCCL for CUDA and gloo for CPU tensors; too few GPUs are shared."""
+    if torch.cuda.device_count() < world_size:
+        return on_shared_gpus(world_size, env)
+    return RankPool(
+        world_size, backend="cpu:gloo,cuda:nccl", env=env, devices=list(range(world_size))
+    )
+
+
+def on_shared_gpus(world_size: int, env: Mapping[str, str] | None = None) -> RankPool:
+    """More ranks than GPUs, over gloo, since NCCL refuses that: correct, never fast."""
+    there = torch.cuda.device_count()
+    return RankPool(
+        world_size,
+        env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", **(env or {})},
+        devices=[rank % there for rank in range(world_size)],
+    )
+
+
 def _serve(
     rank: int,
     world_size: int,

@@ -22,7 +22,9 @@ NO_OPEN, NO_WAIT = 1, 2  # csrc/cuda/handshake.h
 def communicator(**options: Any) -> UlyssesCommunicator:
     """A communicator of the current device that insists on the copy engines."""
     device = torch.device("cuda", torch.cuda.current_device())
-    return UlyssesCommunicator(device=device, **{"transport": "ce", "timeout_s": 20.0, **options})
+    shared = torch.cuda.device_count() < dist.get_world_size()
+    usual = {"transport": "ce", "timeout_s": 20.0, "allow_shared_devices": shared}
+    return UlyssesCommunicator(device=device, **{**usual, **options})
 
 
 def delay(milliseconds: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpu import communicator, expected, filled, one_window
-from rank_pool import RankPool
+from rank_pool import RankPool, on_gpus
 
 from ulysses_ops import TopologyError, UlyssesCommunicator, UlyssesError, mapping, scatter
 
@@ -55,12 +55,13 @@ def test_symm_mem_refused_on_one_rank_falls_back_to_ipc(pair: RankPool) -> None:
 
 def test_absent_at_the_rendezvous_is_bounded() -> None:
     # A pool of its own: torch's counters of rendezvous differ between these ranks afterwards.
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:
+    with on_gpus(2) as pool:
         for seconds, kind in pool.run(absent_at_the_rendezvous):
             assert kind == "ipc"
             assert seconds < 15
 
 
+@pytest.mark.two_gpus
 def test_no_mapping_on_one_rank_falls_back_to_nccl(pair: RankPool) -> None:
     first, second = pair.run(rendezvous_refused, ["symm_mem", "ipc"])
     assert first == second
@@ -193,10 +194,11 @@ def test_memory_is_given_back(pair: RankPool, kind: str) -> None:
 
 def two_on_one_gpu(rank: int, world_size: int) -> str:
     with pytest.raises(TopologyError) as refused:
-        communicator()
+        communicator(allow_shared_devices=False)
     return str(refused.value)
 
 
+@pytest.mark.two_gpus
 def test_two_ranks_on_one_gpu_are_refused(crowd: Callable[[int], RankPool]) -> None:
     messages = crowd(4).run(two_on_one_gpu)
     assert len(set(messages)) == 1

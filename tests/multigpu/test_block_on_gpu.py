@@ -18,6 +18,7 @@ PLAIN = {variant.name for variant in VARIANTS if not variant.is_risky}
 
 
 @pytest.mark.slow
+@pytest.mark.two_gpus
 def test_every_variant_that_runs_is_exact_eager_and_in_a_graph(tmp_path: Path) -> None:
     launch = launch_on_gpus(2, 2, oversubscribe=False, limit_s=LIMIT_S)
     plans = plan_benchmark(launch, Choice(shapes="flux", only="block"), Effort(3, 10.0))

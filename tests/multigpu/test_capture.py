@@ -174,6 +174,7 @@ def captures_after_nccl(rank: int, world_size: int) -> None:
             assert float(total) == world_size
 
 
+@pytest.mark.two_gpus
 def test_capture_right_after_nccl(pair: RankPool) -> None:
     pair.run(captures_after_nccl, timeout_s=60)
 

@@ -33,7 +33,7 @@ def whole_loop(rank: int, world_size: int, batched: bool, transport: str) -> dic
         return {"captures": cache.stats.captures, "hits": cache.stats.hits}
 
 
-@pytest.mark.parametrize("transport", ["ce", "nccl"])
+@pytest.mark.parametrize("transport", ["ce", pytest.param("nccl", marks=pytest.mark.two_gpus)])
 @pytest.mark.parametrize("batched", [False, True])
 def test_fifty_steps_are_the_bits_of_eager_ones(
     pair: RankPool, batched: bool, transport: str

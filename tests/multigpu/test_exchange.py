@@ -48,6 +48,7 @@ def test_every_mapping_and_signal_is_bit_exact(pair: RankPool, mapping: str, sig
     assert got == [f"ce {mapping} {signal}"] * 2
 
 
+@pytest.mark.two_gpus
 def test_nccl_is_bit_exact(pair: RankPool) -> None:
     assert pair.run(round_trips, {"transport": "nccl"}) == ["nccl None None"] * 2
 
@@ -130,7 +131,7 @@ def attention_equals_one_rank(rank: int, world_size: int, transport: str) -> Non
         torch.testing.assert_close(got, whole[:, rows], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["ce", "nccl"])
+@pytest.mark.parametrize("transport", ["ce", pytest.param("nccl", marks=pytest.mark.two_gpus)])
 def test_attention(pair: RankPool, transport: str) -> None:
     pair.run(attention_equals_one_rank, transport)
 
@@ -164,7 +165,7 @@ def test_more_ranks_than_gpus(crowd: Callable[[int], RankPool], world_size: int)
 
 def crowded_round_trips(rank: int, world_size: int) -> None:
     """Even and uneven splits, many rounds, without a host barrier between them."""
-    with communicator(allow_shared_devices=True) as comm:
+    with communicator() as comm:
         splits = [3 + (peer % 2) for peer in range(world_size)]
         for round_number in range(30):
             whole = numbered(2, 4 * world_size, 2 * world_size, 16) + round_number

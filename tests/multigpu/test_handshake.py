@@ -264,6 +264,7 @@ def exchange_while_held(
 
 # The own share is a local copy, which the driver runs as a kernel: it needs threads, if no shared
 # memory. Parts for peers need nothing of an SM.
+@pytest.mark.two_gpus
 @pytest.mark.parametrize(("threads", "own_share"), [(256, True), (512, False)])
 def test_an_exchange_completes_while_all_sms_are_held(
     pair: RankPool, threads: int, own_share: bool
@@ -271,6 +272,7 @@ def test_an_exchange_completes_while_all_sms_are_held(
     assert pair.run(exchange_while_held, "ce", threads, own_share) == [(True, True)] * 2
 
 
+@pytest.mark.two_gpus
 def test_control_nccl_waits_for_sms(pair: RankPool) -> None:
     assert pair.run(exchange_while_held, "nccl", 256, True) == [(False, True)] * 2
 

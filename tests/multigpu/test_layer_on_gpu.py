@@ -35,9 +35,9 @@ def rows_of(x: Tensor, comm: UlyssesCommunicator) -> Tensor:
     return x.chunk(comm.world_size, dim=1)[comm.rank]
 
 
-def every_schedule(rank: int, world_size: int, is_crowded: bool) -> None:
+def every_schedule(rank: int, world_size: int) -> None:
     """Each twice, with other values, and without a host barrier between."""
-    with communicator(allow_shared_devices=is_crowded) as comm:
+    with communicator() as comm:
         for batch, kv_heads, with_bias in ((1, 4, True), (2, 2, False)):
             layers = [
                 layer_of(
@@ -59,11 +59,11 @@ def every_schedule(rank: int, world_size: int, is_crowded: bool) -> None:
 
 
 def test_every_schedule_equals_one_process(pair: RankPool) -> None:
-    pair.run(every_schedule, False, timeout_s=120)
+    pair.run(every_schedule, timeout_s=120)
 
 
 def test_four_ranks_that_share_gpus(crowd: Callable[[int], RankPool]) -> None:
-    crowd(4).run(every_schedule, True, timeout_s=150)
+    crowd(4).run(every_schedule, timeout_s=150)
 
 
 def with_norms(rank: int, world_size: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from on_gpu import communicator, filled, one_window, send, settle
-from rank_pool import RankPool
+from rank_pool import RankPool, on_gpus
 from torch import Tensor
 
 from ulysses_ops import UlyssesError
@@ -192,7 +192,7 @@ def blocking_loop(rank: int, world_size: int) -> None:
 
 def test_blocking_launches() -> None:
     env = {"CUDA_LAUNCH_BLOCKING": "1"}
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1], env=env) as pool:
+    with on_gpus(2, env) as pool:
         pool.run(blocking_loop, timeout_s=60)
 
 
@@ -221,6 +221,6 @@ def asserting(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_device_side_assert_is_not_hidden() -> None:
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:
+    with on_gpus(2) as pool:
         for messages in pool.run(asserting, timeout_s=60):
             assert all("device-side assert" in message for message in messages)

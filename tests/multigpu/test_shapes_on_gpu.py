@@ -48,7 +48,7 @@ def split_cases(world_size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]
 
 def uneven_round_trips(rank: int, world_size: int) -> None:
     """There and back, thrice without a barrier between, with other values each time."""
-    with communicator(allow_shared_devices=True, max_windows=80) as comm:
+    with communicator(max_windows=80) as comm:
         for seq_splits, head_splits in split_cases(world_size):
             for dtype in DTYPES:
                 shape = (2, sum(seq_splits), sum(head_splits), 16)
@@ -77,7 +77,7 @@ def empty_windows_are_told_apart(rank: int, world_size: int) -> None:
         WindowSpec(name, "gather", (1, 6, world_size, 8), torch.float32, "both", rows)
         for name in ("a", "b")
     ]
-    with communicator(allow_shared_devices=True, max_windows=2) as comm:
+    with communicator(max_windows=2) as comm:
         windows = reserve(comm, specs)
         assert (windows[0].tensor.numel() == 0) == (rank > 0)
         assert windows[0].address != windows[1].address
@@ -113,7 +113,7 @@ ATTENTION = [(28, 7), (6, 3), (8, 1), (16, 2), (12, 12)]
 
 def uneven_attention(rank: int, world_size: int) -> None:
     """Attention of one rank, with KV heads that several ranks need; a wrong one is noticed."""
-    with communicator(allow_shared_devices=True, max_windows=40) as comm:
+    with communicator(max_windows=40) as comm:
         for heads, kv_heads in ATTENTION:
             for total in (61, world_size - 1):
                 splits = even_splits(total, world_size)
@@ -137,7 +137,7 @@ def test_uneven_attention_of_more_ranks(crowd: Ranks) -> None:
 def replayed(rank: int, world_size: int) -> int:
     """A captured step over uneven shards and shared heads, with new data at each replay."""
     splits = even_splits(61, world_size)
-    with communicator(allow_shared_devices=True) as comm:
+    with communicator() as comm:
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ulysses_attention(q, k, v, comm, seq_splits=splits)
@@ -163,7 +163,7 @@ def test_a_captured_step_over_uneven_shards(pair: RankPool, crowd: Ranks) -> Non
 def joint_text(rank: int, world_size: int) -> None:
     """Padded text before or after an image, sharded or held by all."""
     texts: tuple[Any, ...] = ("sharded", "replicated")
-    with communicator(allow_shared_devices=True, max_windows=40) as comm:
+    with communicator(max_windows=40) as comm:
         for text in texts:
             for text_first in (True, False):
                 joint = JointSequence.divided(8, 13, world_size, text=text, text_first=text_first)
@@ -187,7 +187,7 @@ def test_joint_text(pair: RankPool, crowd: Ranks) -> None:
 def any_order_in_memory(rank: int, world_size: int) -> None:
     """(B, H, S, D) and (S, B, H, D) are read where they are, in both directions."""
     whole = numbered(3, 10 * world_size, 3 * world_size, 16, dtype=torch.bfloat16)
-    with communicator(allow_shared_devices=True) as comm:
+    with communicator() as comm:
         for direction, exchange in (("scatter", scatter), ("gather", gather)):
             layout = layout_of(direction, whole, world_size)  # type: ignore[arg-type]
             source = shard_of(whole, layout, rank).cuda()

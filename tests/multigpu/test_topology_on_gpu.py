@@ -20,6 +20,7 @@ def devices() -> list[torch.device]:
     return [torch.device("cuda", ordinal) for ordinal in range(torch.cuda.device_count())]
 
 
+@pytest.mark.two_gpus
 def test_the_probe_knows_this_machine_and_is_quick() -> None:
     probe(torch.device("cuda", 0))  # CUDA and NVML are up
     start = time.perf_counter()
@@ -40,10 +41,12 @@ def test_the_probe_knows_this_machine_and_is_quick() -> None:
     assert took_ms < 150
 
 
+@pytest.mark.two_gpus
 def test_data_arrives_on_every_pair() -> None:
     assert check_pairs(devices(), RowCopy(), enable_peer_access) == []
 
 
+@pytest.mark.two_gpus
 def test_a_copy_that_is_dropped_is_seen() -> None:
     copy = RowCopy()
 
@@ -55,6 +58,7 @@ def test_a_copy_that_is_dropped_is_seen() -> None:
     assert [(failure.source, failure.target) for failure in failures] == [(1, 0)]
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("form", [Form(1, 64 * MIB), Form(MIB // 4, 256)], ids=["flat", "rows"])
 def test_rates_are_those_of_a_link(form: Form) -> None:
     timer = PeerTimer(devices()[:2], form.total_bytes)

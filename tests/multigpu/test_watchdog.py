@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpu import communicator, delay, expected, filled, one_window, send, settle
-from rank_pool import RankPool
+from rank_pool import RankPool, on_gpus
 from torch import Tensor
 
 from ulysses_ops import Exchange, PeerTimeoutError, UlyssesCommunicator
@@ -214,7 +214,7 @@ def test_a_call_that_is_blocked_inside_cuda_is_freed(pair: RankPool) -> None:
 
 def test_with_one_hardware_connection() -> None:
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1], env=env) as pool:
+    with on_gpus(2, env) as pool:
         for how in ("eager", "graph"):
             (took_s, waiting, spoiled), (_, late, _) = pool.run(late_peer, how, 3.0)
             assert took_s < LIMIT_S + 1
@@ -225,7 +225,7 @@ def test_with_one_hardware_connection() -> None:
 
 def one_of_four(rank: int, world_size: int) -> str:
     """Rank 2 stays away; the others agree on whom they miss."""
-    with communicator(timeout_s=20.0, allow_shared_devices=True) as comm:
+    with communicator(timeout_s=20.0) as comm:
         window = warm(comm, rank)
         comm.set_timeout(LIMIT_S)
         settle()
@@ -326,7 +326,7 @@ def doomed(rank: int, world_size: int, how: str, folder: str) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_killed_peer(tmp_path: Path, how: str) -> None:
-    with RankPool(2, backend="cpu:gloo,cuda:nccl", devices=[0, 1]) as pool:
+    with on_gpus(2) as pool:
         with contextlib.suppress(AssertionError):  # rank 1 is dead, which the pool reports
             pool.run(doomed, how, str(tmp_path), timeout_s=40)
         took_s, message, spoiled = json.loads((tmp_path / how).read_text(encoding="utf-8"))
