@@ -39,16 +39,23 @@ __device__ auto make_fragment() {
   return cute::make_tensor<T>(LaneShape<kVec>{});
 }
 
+// `kCount` neighbouring floats, in vectors of up to 16 bytes; `from` is a tagged pointer of CuTe's.
+template <int kCount, class Pointer>
+__device__ void copy_floats(Pointer from, float* to) {
+  constexpr int kVec = kCount < 4 ? kCount : 4;
+  using Vectors = cute::Shape<cute::Int<kVec>, cute::Int<kCount / kVec>>;
+  const auto source = cute::make_tensor(from, Vectors{});
+  auto target = cute::make_tensor(cute::make_rmem_ptr(to), Vectors{});
+  auto fragment = cute::make_fragment_like(source);
+  cute::copy(cute::Copy_Atom<cute::UniversalCopy<cute::uint_bit_t<32 * kVec>>, float>{}, source,
+             fragment);
+  cute::copy(fragment, target);
+}
+
 struct TableCopy {
   template <int kCount>
   __device__ void floats(const float* from, float* to) const {
-    constexpr int kVec = kCount < 4 ? kCount : 4;
-    using namespace cute;
-    const auto source = make_tensor(make_gmem_ptr(from), Shape<Int<kVec>, Int<kCount / kVec>>{});
-    auto target = make_tensor(make_rmem_ptr(to), Shape<Int<kVec>, Int<kCount / kVec>>{});
-    auto fragment = make_fragment_like(source);
-    copy(Copy_Atom<UniversalCopy<uint_bit_t<32 * kVec>>, float>{}, source, fragment);
-    copy(fragment, target);
+    copy_floats<kCount>(cute::make_gmem_ptr(from), to);
   }
 };
 
@@ -88,8 +95,8 @@ __device__ void load_parameter(const void* parameter, bool is_float, int32_t hea
   const int64_t offset = static_cast<int64_t>(head) * head_dim;
   if (is_float) {
     const float* from = static_cast<const float*>(parameter) + offset + lane * kVec;
-    TableCopy().floats<kVec>(from, x);
-    TableCopy().floats<kVec>(from + head_dim / 2, x + kVec);
+    copy_floats<kVec>(cute::make_gmem_ptr(from), x);
+    copy_floats<kVec>(cute::make_gmem_ptr(from + head_dim / 2), x + kVec);
   } else {
     auto fragment = make_fragment<T, kVec>();
     cute::copy(VectorCopy<T, kVec>{},
@@ -117,12 +124,11 @@ class ChunkOfRow {
     const T* in = static_cast<const T*>(span_.in) + in_offset(params_, span_, row_, chunk_.head);
     CUTE_UNROLL
     for (int head = 0; head < kHeadsPerChunk; ++head) {
+      cute::clear(fragments_[head]);
       if (has(head)) {
         cute::copy(VectorCopy<T, kVec>{},
                    lane_of_head<kVec>(in + head * params_.head_dim, place_.lane, params_.head_dim),
                    fragments_[head]);
-      } else {
-        cute::clear(fragments_[head]);
       }
     }
   }
@@ -217,6 +223,7 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
 
   const Place place = place_of<kVec>(params, threadIdx.x);
   const uint32_t num_slots = kPerHeadThreads >> params.lanes_log2;
+  const float per_elem = 1.0F / static_cast<float>(params.head_dim);
   // All threads make all rounds, with nothing to do in some: shuffles need whole warps.
   for (uint32_t first = blockIdx.x * num_slots; first < params.num_tasks;
        first += gridDim.x * num_slots) {
@@ -244,14 +251,10 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
         scale[head] += __shfl_xor_sync(0xffffffffU, scale[head], step);
       }
     }
-    const float per_elem = 1.0F / static_cast<float>(params.head_dim);
     float weight[2 * kVec];
     const float* from = &weights[data.tensor()][place.is_active ? place.lane * kVec : 0];
-    CUTE_UNROLL
-    for (int i = 0; i < kVec; ++i) {
-      weight[i] = from[i];
-      weight[kVec + i] = from[params.head_dim / 2 + i];
-    }
+    copy_floats<kVec>(cute::make_smem_ptr(from), weight);
+    copy_floats<kVec>(cute::make_smem_ptr(from + params.head_dim / 2), weight + kVec);
     with_rope(params.rope, [&]<Rope kRope>() {
       Rotation<kVec> rotation;
       weigh<kRope>(weight, cos, sin, rotation);
@@ -279,6 +282,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if (place.slot < params.chunks_per_row.value) {
     chunk = chunk_at(params, place.slot);
   }
+  const int32_t tensor = params.spans[chunk.span].tensor;
+  const float per_elem = 1.0F / (static_cast<float>(params.num_heads[tensor]) * params.head_dim);
   const int num_warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32;
   int set = 0;
@@ -294,8 +299,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     for (int head = 0; head < kHeadsPerChunk; ++head) {
       sum += data.sum_of_squares(head);
     }
-    float q_sum = data.tensor() == 0 ? sum : 0.0F;
-    float k_sum = data.tensor() == 0 ? 0.0F : sum;
+    float q_sum = tensor == 0 ? sum : 0.0F;
+    float k_sum = tensor == 0 ? 0.0F : sum;
     CUTE_UNROLL
     for (int step = 16; step > 0; step >>= 1) {
       q_sum += __shfl_xor_sync(0xffffffffU, q_sum, step);
@@ -308,11 +313,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     __syncthreads();
     float total = 0.0F;
     for (int i = 0; i < num_warps; ++i) {
-      total += partial[set][data.tensor()][i];
+      total += partial[set][tensor][i];
     }
-    const int32_t tensor = data.tensor();
-    const float elems = static_cast<float>(params.num_heads[tensor]) * params.head_dim;
-    const float scale = rsqrtf(total / elems + params.eps);
+    const float scale = rsqrtf(total * per_elem + params.eps);
     with_rope(params.rope, [&]<Rope kRope>() {
       // Each head has weights of its own: they go into z, and the rotation stays as it is.
       float ones[2 * kVec];
