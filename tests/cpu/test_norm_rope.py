@@ -12,8 +12,10 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from ulysses_ops import qk_norm_rope, qk_norm_rope_into
+from ulysses_ops import UlyssesCommunicator, communicator, qk_norm_rope, qk_norm_rope_into
+from ulysses_ops._native import load_kernels
 from ulysses_ops.norm_rope_checks import NORMS, ROPES, Options
+from ulysses_ops.topology import Topology, probe
 
 NO_GRAD = torch.no_grad()
 OP: Any = torch.ops.ulysses
@@ -363,3 +365,24 @@ def test_compiled_functional_form_equals_the_eager_one() -> None:
     with NO_GRAD:
         got = torch.compile(step, fullgraph=True)(problem.q, problem.k)
         torch.testing.assert_close(got, step(problem.q, problem.k))
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def test_a_communicator_loads_kernels_first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def load(device: torch.device) -> int:
+        steps.append(f"kernels on {device}")
+        return load_kernels(device)
+
+    def look(device: torch.device) -> Topology:
+        steps.append("topology")
+        return probe(device)
+
+    monkeypatch.setattr(communicator, "load_kernels", load)
+    monkeypatch.setattr(communicator, "probe", look)
+    with UlyssesCommunicator(device="cpu"):
+        assert steps == ["kernels on cpu", "topology"]
+    assert load_kernels(torch.device("cpu")) == 0
