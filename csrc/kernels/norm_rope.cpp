@@ -175,7 +175,8 @@ NormRopeKernels kernels_of(ScalarType dtype) {
 
 const void* address(NormRopeKernel kernel) { return reinterpret_cast<const void*>(kernel); }
 
-// Blocks that leave every multiprocessor with the same number of rounds, or one more.
+// As many blocks as are at work at once, or fewer: each strides over what is left. To even out
+// their rounds by fewer blocks would leave multiprocessors with one block less than others.
 int64_t num_blocks(NormRopeKernel kernel, int threads, int64_t wanted, int64_t device) {
   int on_one = 0;
   int processors = 0;
@@ -183,9 +184,7 @@ int64_t num_blocks(NormRopeKernel kernel, int threads, int64_t wanted, int64_t d
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_one, address(kernel), threads, 0));
   UOPS_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
                                          static_cast<int>(device)));
-  const int64_t at_once = std::max<int64_t>(int64_t{on_one} * processors, 1);
-  const int64_t rounds = (wanted + at_once - 1) / at_once;
-  return (wanted + rounds - 1) / rounds;
+  return std::min(wanted, std::max<int64_t>(int64_t{on_one} * processors, 1));
 }
 
 void launch(const NormRopeParams& params, const Common& common) {
