@@ -38,11 +38,14 @@ class PostMortem:
         where = ""
         if self._dump_dir is not None:
             where = f" (its latest exchanges are in {self._dump(self._dump_dir, why, engine)})"
-        message = (
-            f"{op}: rank {self._rank} of '{self._name}' gave up: {why}{where}; close the "
-            f"communicator and construct another on every rank"
+        raise PeerTimeoutError(self.sentence(op, f"{why}{where}"))
+
+    def sentence(self, op: str, why: str) -> str:
+        """What a call says when the communicator gave up."""
+        return (
+            f"{op}: rank {self._rank} of '{self._name}' gave up: {why}; close the communicator and "
+            f"construct another on every rank"
         )
-        raise PeerTimeoutError(message)
 
     def _dump(self, folder: Path, why: str, engine: CopyEngineGroup) -> Path:
         """Write what this rank issued last, for its owner alone; the ranks' files tell who left."""
