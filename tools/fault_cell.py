@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +22,7 @@ from ulysses_ops.tools.launch import HOST
 
 START_S = 60.0
 SETTLE_S = 30.0  # closing may take 10 s twice over; a wait and the clean cycles come on top
+Work = Callable[[Setting, "Fault | None", int, int, Connection], None]
 GOOD = ("right", "refused", "right or refused")
 
 
@@ -73,16 +74,23 @@ def find_moments(setting: Setting) -> list[Moment]:
     return victim.moments
 
 
-def run_cell(setting: Setting, fault: Fault) -> Cell:
-    """Strike once and judge."""
-    with _Ranks(setting, fault) as ranks:
+def run_cell(setting: Setting, fault: Fault, *, work: Work = run_rank) -> Cell:
+    """Strike once and judge.
+
+    Args:
+        setting: What all cells share.
+        fault: What is to happen, and when.
+        work: What a rank does; tests put something worse in its place.
+    """
+    with _Ranks(setting, fault, work) as ranks:
         return ranks.play()[0]
 
 
 class _Ranks:
     """The processes of a cell; none is left when the context ends."""
 
-    def __init__(self, setting: Setting, fault: Fault | None) -> None:
+    def __init__(self, setting: Setting, fault: Fault | None, work: Work = run_rank) -> None:
+        self._work = work
         self._setting = setting
         self._fault = fault
         self._processes: list[BaseProcess] = []
@@ -97,7 +105,7 @@ class _Ranks:
         for rank in range(self._setting.launch.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=run_rank,
+                target=self._work,
                 args=(self._setting, self._fault, rank, self._store.port, theirs),
                 daemon=True,
             )

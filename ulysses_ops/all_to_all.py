@@ -48,7 +48,8 @@ def all_to_all(
             received, sent, list(received_sizes), list(sent_sizes), options
         ).wait()
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
+        # Without gloo's file and line, and its guesses.
+        first = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         comm.give_up(
             "complete",
             f"an exchange under gloo did not end within {comm.timeout_s:g} s, or a peer is gone, "
