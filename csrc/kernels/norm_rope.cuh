@@ -1,18 +1,22 @@
 // The kernels of the fused RMSNorm + RoPE. Both read every element once and write it once; nobody
 // waits for anybody outside a block.
 //
-//   per_head       a slot (the lanes of one head) strides over the chunks of all rows; sums by
-//   shuffle across_heads   a block holds a row of Q and K in registers; sums by shuffle and shared
-//   memory
+//   per_head:      a slot (the lanes of one head) strides over the chunks of all rows; sums by
+//                  shuffle
+//   across_heads:  a block holds a row of Q and K in registers; sums by shuffle and shared memory
 //
-// Data move in vectors of 16 bytes, in float between load and store.
+// Data move in vectors of 16 bytes, in float between load and store. What a thread needs next is
+// on its way into shared memory while it works on what it has.
 #pragma once
 
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 #include <cutlass/numeric_conversion.h>
 
+#include <cute/arch/copy_sm80.hpp>
 #include <cute/tensor.hpp>
+
+#include <type_traits>
 
 #include "norm_rope.h"
 #include "norm_rope_kernels.h"
@@ -106,31 +110,91 @@ __device__ void load_parameter(const void* parameter, bool is_float, int32_t hea
   }
 }
 
-// A slot's chunk of one row, in registers.
+// A slot's chunk of one row, as indices.
+struct Piece {
+  Place place;
+  Chunk chunk;
+  RowPlace row;
+
+  __device__ bool has(int head) const { return place.is_active && head < chunk.count; }
+};
+
+// Cosines and sines of the row; an idle lane reads nothing.
+template <int kVec>
+__device__ void load_angles(const NormRopeParams& params, const Piece& piece, float (&cos)[kVec],
+                            float (&sin)[kVec]) {
+  if (params.rope != Rope::kNone && piece.has(0)) {
+    load_pairs(params, params.cos, piece.row.seq, piece.place.lane, TableCopy(), cos);
+    load_pairs(params, params.sin, piece.row.seq, piece.place.lane, TableCopy(), sin);
+  }
+}
+
+// Shared memory of one thread, for what is on its way to it. Nobody else reads or writes it, so
+// waiting for one's own copies is all the synchronisation that it needs.
+template <class T, int kVec>
+class Stage {
+ public:
+  using Vector = cute::uint_bit_t<8 * sizeof(T) * kVec>;
+
+  __device__ explicit Stage(void* shared) : mine_(static_cast<Vector*>(shared) + threadIdx.x) {}
+
+  __device__ void fetch(const NormRopeParams& params, const Piece& piece) {
+    const Span& span = params.spans[piece.chunk.span];
+    const T* in = static_cast<const T*>(span.in) + piece.place.lane * kVec +
+                  in_offset(params, span, piece.row, piece.chunk.head);
+    CUTE_UNROLL
+    for (int head = 0; head < kHeadsPerChunk; ++head) {
+      if (piece.has(head)) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const T* from = in + head * params.head_dim + half * (params.head_dim / 2);
+          Copy::copy(*reinterpret_cast<const Vector*>(from), at(head, half));
+        }
+      }
+    }
+    cute::cp_async_fence();
+  }
+
+  // What was fetched; zeros where there was nothing, so that sums may run over all lanes.
+  template <class Fragment>
+  __device__ void take(const Piece& piece, Fragment (&fragments)[kHeadsPerChunk]) {
+    cute::cp_async_wait<0>();
+    CUTE_UNROLL
+    for (int head = 0; head < kHeadsPerChunk; ++head) {
+      cute::clear(fragments[head]);
+      if (piece.has(head)) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          *reinterpret_cast<Vector*>(cute::raw_pointer_cast(&fragments[head](0, half))) =
+              at(head, half);
+        }
+      }
+    }
+  }
+
+ private:
+  // Past the first-level cache, which only whole vectors of 16 bytes can do.
+  using Copy = std::conditional_t<sizeof(Vector) == 16, cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>,
+                                  cute::SM80_CP_ASYNC_CACHEALWAYS<Vector>>;
+
+  __device__ Vector& at(int head, int half) { return mine_[(2 * head + half) * blockDim.x]; }
+
+  Vector* mine_;
+};
+
+// A piece in registers.
 template <class T, int kVec>
 class ChunkOfRow {
  public:
-  __device__ ChunkOfRow(const NormRopeParams& params, Place place, Chunk chunk, RowPlace row)
-      : params_(params), place_(place), chunk_(chunk), row_(row), span_(params.spans[chunk.span]) {}
-
-  __device__ bool has(int head) const { return place_.is_active && head < chunk_.count; }
-  __device__ int32_t tensor() const { return span_.tensor; }
-  __device__ int32_t head_of_tensor(int head) const {
-    return span_.first_head + chunk_.head + head;
+  __device__ ChunkOfRow(const NormRopeParams& params, const Piece& piece, Stage<T, kVec>& stage)
+      : params_(params), piece_(piece), span_(params.spans[piece.chunk.span]) {
+    stage.take(piece, fragments_);
   }
 
-  // Zeros where there is nothing, so that sums may run over all lanes.
-  __device__ void load() {
-    const T* in = static_cast<const T*>(span_.in) + in_offset(params_, span_, row_, chunk_.head);
-    CUTE_UNROLL
-    for (int head = 0; head < kHeadsPerChunk; ++head) {
-      cute::clear(fragments_[head]);
-      if (has(head)) {
-        cute::copy(VectorCopy<T, kVec>{},
-                   lane_of_head<kVec>(in + head * params_.head_dim, place_.lane, params_.head_dim),
-                   fragments_[head]);
-      }
-    }
+  __device__ bool has(int head) const { return piece_.has(head); }
+  __device__ int32_t tensor() const { return span_.tensor; }
+  __device__ int32_t head_of_tensor(int head) const {
+    return span_.first_head + piece_.chunk.head + head;
   }
 
   // z = x + bias. Worked out twice rather than kept: as floats it takes twice the registers.
@@ -138,7 +202,7 @@ class ChunkOfRow {
     to_floats<T, kVec>(fragments_[head], z);
     if (const void* bias = params_.bias[span_.tensor]; bias != nullptr && has(head)) {
       float b[2 * kVec];
-      load_parameter<T, kVec>(bias, params_.bias_is_float, head_of_tensor(head), place_.lane,
+      load_parameter<T, kVec>(bias, params_.bias_is_float, head_of_tensor(head), piece_.place.lane,
                               params_.head_dim, b);
       CUTE_UNROLL
       for (int i = 0; i < 2 * kVec; ++i) {
@@ -164,26 +228,17 @@ class ChunkOfRow {
     float y[2 * kVec];
     rotate<kRope>(rotation, scale, z, y);
     from_floats<T, kVec>(y, fragments_[head]);
-    T* out = static_cast<T*>(span_.out) + out_offset(params_, span_, row_, chunk_.head + head);
+    T* out = static_cast<T*>(span_.out) +
+             out_offset(params_, span_, piece_.row, piece_.chunk.head + head);
     cute::copy(VectorCopy<T, kVec>{}, fragments_[head],
-               lane_of_head<kVec>(out, place_.lane, params_.head_dim));
-  }
-
-  // Cosines and sines of the row; an idle lane reads nothing.
-  __device__ void load_angles(float (&cos)[kVec], float (&sin)[kVec]) const {
-    if (params_.rope != Rope::kNone && place_.is_active) {
-      load_pairs(params_, params_.cos, row_.seq, place_.lane, TableCopy(), cos);
-      load_pairs(params_, params_.sin, row_.seq, place_.lane, TableCopy(), sin);
-    }
+               lane_of_head<kVec>(out, piece_.place.lane, params_.head_dim));
   }
 
  private:
   using Fragment = decltype(make_fragment<T, kVec>());
 
   const NormRopeParams& params_;
-  const Place place_;
-  const Chunk chunk_;
-  const RowPlace row_;
+  const Piece piece_;
   const Span& span_;
   Fragment fragments_[kHeadsPerChunk];
 };
@@ -208,6 +263,25 @@ template <class T, int kVec>
 __global__ void __launch_bounds__(kPerHeadThreads, 2)
     per_head(const __grid_constant__ NormRopeParams params) {
   __shared__ __align__(16) float weights[2][kMaxHeadDim];
+  extern __shared__ __align__(16) char staged[];
+  const Place place = place_of<kVec>(params, threadIdx.x);
+  const uint32_t num_slots = kPerHeadThreads >> params.lanes_log2;
+  const auto piece_of = [&](uint32_t task) {
+    Piece piece{place, {}, {}};  // of no heads, where tasks end
+    if (task < params.num_tasks) {
+      const uint32_t row = params.chunks_per_row.quotient(task);
+      piece.chunk = chunk_at(params, task - row * params.chunks_per_row.value);
+      piece.row = row_place(params, row);
+    }
+    return piece;
+  };
+  Stage<T, kVec> stage(staged);
+  Piece next = piece_of(blockIdx.x * num_slots + place.slot);
+  stage.fetch(params, next);
+  float cos[kVec] = {};
+  float sin[kVec] = {};
+  load_angles(params, next, cos, sin);
+
   for (int i = threadIdx.x; i < 2 * kMaxHeadDim; i += kPerHeadThreads) {
     const int tensor = i / kMaxHeadDim;
     const int d = i % kMaxHeadDim;
@@ -221,24 +295,13 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
   }
   __syncthreads();
 
-  const Place place = place_of<kVec>(params, threadIdx.x);
-  const uint32_t num_slots = kPerHeadThreads >> params.lanes_log2;
   const float per_elem = 1.0F / static_cast<float>(params.head_dim);
   // All threads make all rounds, with nothing to do in some: shuffles need whole warps.
   for (uint32_t first = blockIdx.x * num_slots; first < params.num_tasks;
        first += gridDim.x * num_slots) {
-    const uint32_t task = first + place.slot;
-    const bool has_task = task < params.num_tasks;
-    const uint32_t row = has_task ? params.chunks_per_row.quotient(task) : 0;
-    Chunk chunk;
-    if (has_task) {
-      chunk = chunk_at(params, task - row * params.chunks_per_row.value);
-    }
-    ChunkOfRow<T, kVec> data(params, place, chunk, row_place(params, row));
-    data.load();
-    float cos[kVec] = {};
-    float sin[kVec] = {};
-    data.load_angles(cos, sin);
+    ChunkOfRow<T, kVec> data(params, next, stage);
+    next = piece_of(first + gridDim.x * num_slots + place.slot);
+    stage.fetch(params, next);
 
     float scale[kHeadsPerChunk];
     CUTE_UNROLL
@@ -258,6 +321,7 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
     with_rope(params.rope, [&]<Rope kRope>() {
       Rotation<kVec> rotation;
       weigh<kRope>(weight, cos, sin, rotation);
+      load_angles(params, next, cos, sin);
       CUTE_UNROLL
       for (int head = 0; head < kHeadsPerChunk; ++head) {
         if (data.has(head)) {
@@ -277,6 +341,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   constexpr int kMaxWarps = kMaxRowThreads / 32;
   // Two sets in turn: a warp may be a row ahead of one that still reads, and never two.
   __shared__ float partial[2][2][kMaxWarps];
+  extern __shared__ __align__(16) char staged[];
   const Place place = place_of<kVec>(params, threadIdx.x);
   Chunk chunk;
   if (place.slot < params.chunks_per_row.value) {
@@ -286,13 +351,20 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const float per_elem = 1.0F / (static_cast<float>(params.num_heads[tensor]) * params.head_dim);
   const int num_warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32;
+  const auto piece_of = [&](uint32_t row) {
+    return row < params.num_rows ? Piece{place, chunk, row_place(params, row)} : Piece{};
+  };
+  Stage<T, kVec> stage(staged);
+  Piece next = piece_of(blockIdx.x);
+  stage.fetch(params, next);
+  float cos[kVec] = {};
+  float sin[kVec] = {};
+  load_angles(params, next, cos, sin);
   int set = 0;
   for (uint32_t row = blockIdx.x; row < params.num_rows; row += gridDim.x, set ^= 1) {
-    ChunkOfRow<T, kVec> data(params, place, chunk, row_place(params, row));
-    data.load();
-    float cos[kVec] = {};
-    float sin[kVec] = {};
-    data.load_angles(cos, sin);
+    ChunkOfRow<T, kVec> data(params, next, stage);
+    next = piece_of(row + gridDim.x);
+    stage.fetch(params, next);
 
     float sum = 0.0F;
     CUTE_UNROLL
@@ -325,6 +397,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
       Rotation<kVec> rotation;
       weigh<kRope>(ones, cos, sin, rotation);
+      load_angles(params, next, cos, sin);
       CUTE_UNROLL
       for (int head = 0; head < kHeadsPerChunk; ++head) {
         if (data.has(head)) {

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../plan.h"
+
 namespace ulysses_ops {
 namespace {
 
@@ -76,6 +78,10 @@ void add_spans(int32_t tensor, const char* name, const NormRopeSizes& sizes, con
 }
 
 }  // namespace
+
+bool has_dense_heads(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides) {
+  return is_pitched(shape, strides) && (shape[2] == 1 || strides[2] == shape[3]);
+}
 
 int64_t vector_elems(const NormRopeSizes& sizes) {
   const int64_t elems = 16 / sizes.itemsize;

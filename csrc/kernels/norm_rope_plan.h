@@ -1,6 +1,7 @@
 // Parts of Q and K -> one launch of the fused RMSNorm + RoPE. No CUDA, no torch.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -31,6 +32,10 @@ struct NormRopeSizes {
   int64_t head_dim = 0;
   int64_t itemsize = 0;
 };
+
+// Whether a part (B, S, heads, D) with these strides, in elements, is a HeadPart: each row dense,
+// rows and batches apart. Strides of dimensions of size 1 mean nothing.
+bool has_dense_heads(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides);
 
 // Elements of a vector: 16 bytes, or 8 where half a head is no multiple of 16 bytes.
 int64_t vector_elems(const NormRopeSizes& sizes);

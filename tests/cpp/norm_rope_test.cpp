@@ -1,6 +1,7 @@
 // Replays launches of the fused RMSNorm + RoPE over host buffers, block by block, thread by thread,
 // with the index functions of the kernels themselves, and compares with the equations. What is left
 // to a device is the copies' width, the shuffles and the barrier.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -202,11 +203,24 @@ void check_refusals() {
   expect(refuses(sizes, {many, many}, {{one}, {one}}), "one piece more");
 }
 
+void check_dense_heads() {
+  const std::array<int64_t, 4> shape{2, 4, 3, 8};
+  expect(has_dense_heads(shape, {96, 24, 8, 1}), "contiguous");
+  expect(has_dense_heads(shape, {288, 72, 8, 1}), "a view of a fused projection");
+  expect(has_dense_heads(shape, {24, 48, 8, 1}), "sequence outermost");
+  expect(has_dense_heads({2, 4, 1, 8}, {32, 8, 7, 1}), "the stride of one head means nothing");
+  expect(!has_dense_heads(shape, {96, 8, 32, 1}), "heads outermost");
+  expect(!has_dense_heads(shape, {192, 48, 16, 1}), "heads with gaps");
+  expect(!has_dense_heads(shape, {192, 48, 16, 2}), "last stride 2");
+  expect(!has_dense_heads(shape, {96, 0, 8, 1}), "one row for all");
+}
+
 }  // namespace
 
 int main() {
   check_divisors();
   check_refusals();
+  check_dense_heads();
   for (const Norm norm : {Norm::kNone, Norm::kPerHead, Norm::kAcrossHeads}) {
     for (const Rope rope : {Rope::kNone, Rope::kInterleaved, Rope::kHalfSplit}) {
       for (const bool full : {false, true}) {

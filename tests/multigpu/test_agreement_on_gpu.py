@@ -106,6 +106,7 @@ def library_missing(rank: int, world_size: int) -> tuple[str, str]:
     return result
 
 
+@pytest.mark.two_gpus
 def test_library_missing_on_one_rank(pair: RankPool) -> None:
     first, second = pair.run(library_missing)
     assert first == second
@@ -169,6 +170,7 @@ def subgroups(rank: int, world_size: int) -> None:
             works(comm, rank)
 
 
+@pytest.mark.two_gpus
 def test_subgroup_then_larger_group(pair: RankPool) -> None:
     pair.run(subgroups)
 

@@ -111,7 +111,7 @@ def two_threads(rank: int, world_size: int) -> str:
         messages: list[str] = []
 
         def eager() -> None:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(x.device)
             with torch.cuda.stream(torch.cuda.Stream()):
                 try:
                     send(comm, other, x)
