@@ -154,8 +154,8 @@ class Agreement:
         topics = [entry["topic"] for entry in entries]
         if len(set(topics)) != 1:
             message = (
-                f"{topic}: the ranks are at different calls, by rank {topics}; every rank must "
-                f"make the same calls in the same order"
+                f"{' and '.join(dict.fromkeys(topics))}: the ranks are at different calls, by rank "
+                f"{topics}; every rank must make the same calls in the same order"
             )
             raise AgreementError(message)
         return [entry["record"] for entry in entries]

@@ -51,6 +51,8 @@ class UlyssesCommunicator:
         timeout_s: How long a meeting of the ranks, and an exchange on copy engines or gloo, waits
             for the slowest, in seconds.
         max_windows: Windows that are cached at most.
+        announce: Called with each exchange before this rank issues it, while the ranks line up for
+            a capture; ``None`` otherwise.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class UlyssesCommunicator:
         self.max_windows = max_windows
         self._post_mortem = PostMortem(self.name, self.rank, self.world_size, dump_dir)
         self.mapping: MappingKind | None = None
+        self.announce: Callable[[str], None] | None = None
         self._state = State()
         sweep()
         weakref.finalize(self, finalise, self._state)
