@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-import torch.distributed as dist
-
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.tools.fault_cycle import GROUP_LIMIT_S, Restarted, Setting, Told, run_rank
 from ulysses_ops.tools.faults import SHORTER, Fault, Moment
-from ulysses_ops.tools.launch import HOST
+from ulysses_ops.tools.launch import local_store
 
 START_S = 60.0
 SETTLE_S = 30.0  # closing may take 10 s twice over; a wait and the clean cycles come on top
@@ -101,7 +99,7 @@ class _Ranks:
         # Forked from a process that has imported everything and done nothing: ranks start at once.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([run_rank.__module__])
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = local_store()
         for rank in range(self._setting.launch.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -51,6 +51,30 @@ def _store_gone(topic: str, rank: int) -> AgreementError:
     )
 
 
+def _decoded(topic: str, rank: int, raw: bytes) -> Any:
+    """What a peer posted. It is data and never code: JSON, and nothing else is read."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        message = (
+            f"{topic}: what rank {rank} posted is not JSON; does every rank run the same version, "
+            f"and does nobody else write into the store of the process group?"
+        )
+        raise AgreementError(message) from None
+
+
+def _entry(topic: str, rank: int, raw: bytes) -> dict[str, Any]:
+    """A record with its topic."""
+    found = _decoded(topic, rank, raw)
+    if not (isinstance(found, dict) and isinstance(found.get("topic"), str) and "record" in found):
+        message = (
+            f"{topic}: what rank {rank} posted is no record; does every rank run the same version, "
+            f"and does nobody else write into the store of the process group?"
+        )
+        raise AgreementError(message)
+    return found
+
+
 def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
     """Meet for the first time under ``name`` and return a session name that was never used before.
 
@@ -76,8 +100,10 @@ def _greet(store: Store, name: str, rank: int, world_size: int, timeout_s: float
         seen = dict(nonces)
         for peer, key in enumerate(keys):
             if peer != rank and store.check([key]):
-                greeting = json.loads(store.get(key))
-                seen[peer] = greeting[str(peer)]
+                greeting = _decoded(f"construction of '{name}'", peer, store.get(key))
+                if not isinstance(greeting, dict) or str(peer) not in greeting:
+                    continue  # nobody that speaks like this: as if it had not come
+                seen[peer] = str(greeting[str(peer)])
                 if greeting.get(str(rank)) == nonces[rank]:
                     answered.add(peer)
         if seen != nonces:
@@ -149,7 +175,7 @@ class Agreement:
         verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
         if verdict != COMPLETE:
             raise AgreementError(verdict)
-        entries = [json.loads(self._store.get(key)) for key in keys]
+        entries = [_entry(topic, rank, self._store.get(key)) for rank, key in enumerate(keys)]
         self._forget(meeting - 1)
         topics = [entry["topic"] for entry in entries]
         if len(set(topics)) != 1:
