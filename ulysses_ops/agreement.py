@@ -25,6 +25,7 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 POLL_S = 0.002
+SLICE_S = 0.25
 COMPLETE = "complete"
 
 
@@ -164,12 +165,9 @@ class Agreement:
         keys = [self._key(meeting, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
         outcome = COMPLETE
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if absent:
-                outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
+        absent = self._wait(keys)
+        if absent:
+            outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
         # The first to say how the meeting went is right for all: a rank that comes when another has
         # given up is refused as well.
         verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
@@ -185,6 +183,23 @@ class Agreement:
             )
             raise AgreementError(message)
         return [entry["record"] for entry in entries]
+
+    def _wait(self, keys: list[str]) -> list[int]:
+        """Wait for every record, within the limit, and return the ranks whose record is missing.
+
+        In one long wait a process would not hear of Ctrl-C before its end.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                self._store.wait(keys, timedelta(seconds=min(left_s, SLICE_S)))
+            except RuntimeError:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if absent and time.monotonic() < deadline:
+                    continue
+                return absent
+            return []
 
     def attempt(self, topic: str, step: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Try a local step on every rank and learn how it went everywhere.

@@ -20,6 +20,7 @@ from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 
 NAME_BYTES = 400
+SLICE = timedelta(seconds=0.25)
 FAILED = "!"  # no exchange's name begins with it
 
 
@@ -44,9 +45,11 @@ def all_to_all(
     options = dist.AllToAllOptions()
     options.timeout = timedelta(seconds=comm.timeout_s)
     try:
-        comm.group.alltoall_base(
+        work = comm.group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), options
-        ).wait()
+        )
+        while not _is_over(work):
+            pass
     except RuntimeError as error:
         # Without gloo's file and line, and its guesses.
         first = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
@@ -55,6 +58,17 @@ def all_to_all(
             f"an exchange under gloo did not end within {comm.timeout_s:g} s, or a peer is gone, "
             f"and its process group is of no use any more ({first})",
         )
+
+
+def _is_over(work: dist.Work) -> bool:
+    """Wait a little: in one long wait a process would not hear of Ctrl-C before its end."""
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 def compare(comm: UlyssesCommunicator, name: str, failure: str) -> None:
