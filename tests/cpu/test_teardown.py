@@ -45,7 +45,7 @@ Ended = dict[str, Any]
 def ended() -> dict[str, list[Ended]]:
     """Every case once, in one run."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "leaving_ranks.py")],
+        [sys.executable, str(HERE.parent / "leaving_ranks.py")],
         capture_output=True,
         text=True,
         timeout=220,

@@ -3,6 +3,9 @@
 A process that has imported torch forks each rank, which saves seconds a rank; what a rank returns
 from is the end of the program, so that finalisers and exit handlers run. Prints what came of each
 case as JSON: exit status, seconds, and what was written to standard error, by rank.
+
+    python tests/leaving_ranks.py         # over gloo
+    python tests/leaving_ranks.py cuda    # over copy engines, a GPU a rank
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ulysses_ops import Exchange, UlyssesCommunicator, WindowSpec, reserve, scatter
+from ulysses_ops import Exchange, UlyssesCommunicator, Window, WindowSpec, reserve, scatter
 from ulysses_ops.graphs import GraphCache
 
 WORLD_SIZE = 2
@@ -38,21 +41,30 @@ BUSY_S = 1.0  # until a signal comes
 class Life:
     """Everything that a rank may hold when it leaves."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
-        self.comm: UlyssesCommunicator | None = UlyssesCommunicator(timeout_s=LIMIT_S)
-        comm = self.comm
+        self._device = device
+        transport = "ce" if device.type == "cuda" else "gloo"
+        comm = UlyssesCommunicator(device=device, transport=transport, timeout_s=LIMIT_S)
+        self.comm: UlyssesCommunicator | None = comm
         (window,) = reserve(comm, [WindowSpec("w", "scatter", (1, 8, 4, 2), torch.float32)])
-        self.window: object = window
+        self.window: Window | None = window
         self.cache: GraphCache | None = GraphCache(comm, lambda x: scatter(x, comm))
-        self.cache(torch.ones(1, 4, 4, 2))
+        for _ in range(2):
+            self.cache(self.shard())
         with Exchange(comm) as exchange:
-            exchange.send(torch.ones(window.source_shape), window)
+            exchange.send(self.shard(), window)
+        comm.synchronize()
+
+    def shard(self) -> torch.Tensor:
+        """What this rank sends."""
+        return torch.ones(1, 4, 4, 2, device=self._device)
 
     def wait_for_peer(self) -> None:
         """An exchange that the peer does not come to."""
         assert self.comm is not None
-        scatter(torch.ones(1, 4, 4, 2), self.comm)
+        scatter(self.shard(), self.comm)
+        self.comm.synchronize()
 
     def meet_peer(self) -> None:
         """A meeting that the peer does not come to."""
@@ -108,8 +120,9 @@ def leave_everything(life: Life) -> None:
 
 def raise_in_exchange(life: Life) -> None:
     assert life.comm is not None
+    assert life.window is not None
     with life.comm, Exchange(life.comm) as exchange:
-        exchange.send(torch.ones(1, 4, 4, 2), life.window)  # type: ignore[arg-type]
+        exchange.send(life.shard(), life.window)
         message = "of the caller"
         raise KeyError(message)
 
@@ -192,13 +205,16 @@ CASES: dict[str, tuple[Callable[[Life], None], signal.Signals | None]] = {
 }
 
 
-def live(case: str, rank: int, folder: Path) -> None:
+def live(case: str, rank: int, folder: Path, device_type: str) -> None:
     """One rank, from its first breath to the end of the program."""
     descriptor = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(descriptor, 2)
     warnings.simplefilter("always")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -206,7 +222,7 @@ def live(case: str, rank: int, folder: Path) -> None:
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=60),
     )
-    life = Life(rank)
+    life = Life(rank, device)
     (folder / f"alive-{rank}").touch()
     CASES[case][0](life)
 
@@ -248,6 +264,7 @@ def watch(case: str, pids: list[int], folder: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """Every case, one after the other."""
+    device_type = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     found = {}
     for case in CASES:
         folder = Path(tempfile.mkdtemp())  # no context: a rank that leaves would end it
@@ -255,7 +272,7 @@ def main() -> None:
         for rank in range(WORLD_SIZE):
             pid = os.fork()
             if pid == 0:
-                live(case, rank, folder)
+                live(case, rank, folder, device_type)
                 return  # the interpreter of this rank ends here
             pids.append(pid)
         found[case] = watch(case, pids, folder)
