@@ -8,15 +8,12 @@ communicator and exchange once more; files, threads and GPU memory must be as be
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,13 +27,13 @@ from ulysses_ops.graphs import GraphCache
 from ulysses_ops.ops import scatter
 from ulysses_ops.tools.attempts import describe
 from ulysses_ops.tools.faults import DroppedError, Fault, Injector, Moment, is_injected
+from ulysses_ops.tools.held import read_held
 from ulysses_ops.tools.launch import HOST, SHARED_DEVICES, Launch
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import reserve
 
 STEPS = ("construction", "reserve", "exchange", "capture", "replay", "teardown")
 GROUP_LIMIT_S = 30.0
-MEMORY_SLACK = 32 << 20  # bytes that CUDA itself may keep
 
 Ending = Literal["right", "refused", "injected", "unnamed", "wrong", "dropped"]
 
@@ -89,23 +86,6 @@ class Restarted:
 
     failure: str
     leaks: list[str]
-
-
-@dataclass(frozen=True)
-class _Held:
-    files: int
-    threads: int
-    gpu_bytes: int
-
-    def leaks(self, before: _Held) -> list[str]:
-        leaks = []
-        if self.files > before.files:
-            leaks.append(f"{self.files - before.files} open files")
-        if self.threads > before.threads:
-            leaks.append(f"{self.threads - before.threads} threads")
-        if self.gpu_bytes > before.gpu_bytes + MEMORY_SLACK:
-            leaks.append(f"{self.gpu_bytes - before.gpu_bytes} bytes of the GPU")
-        return leaks
 
 
 class Cycle:
@@ -179,7 +159,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
     _make_group(store, "clean", rank, setting.launch.world_size)
     Cycle(setting, device, "clean").run(lambda step: None)
     dist.barrier()
-    before = _held(device)
+    before = read_held(device)
     mine = fault if rank == setting.victim else None
     line.send(_struck(setting, mine, device, line))
     left: list[int] = line.recv()
@@ -191,7 +171,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
         fresh.run(lambda step: None) if len(left) > 1 else _alone(fresh)
     except Exception as error:  # noqa: BLE001  whatever it was, the parent judges it
         failure = describe(error)
-    line.send(Restarted(failure, _held(device).leaks(before)))
+    line.send(Restarted(failure, read_held(device).leaks(before)))
     dist.destroy_process_group()
 
 
@@ -243,15 +223,3 @@ def _make_group(store: dist.Store, name: str, rank: int, world_size: int) -> Non
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_LIMIT_S),
     )
-
-
-def _held(device: torch.device) -> _Held:
-    gc.collect()
-    gpu_bytes = 0
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        gpu_bytes = total - free
-    files = len(list(Path("/proc/self/fd").iterdir()))
-    return _Held(files, threading.active_count(), gpu_bytes)
