@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import TypeVar
 
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.tools.fault_cycle import GROUP_LIMIT_S, Restarted, Setting, Told, run_rank
 from ulysses_ops.tools.faults import SHORTER, Fault, Moment
 from ulysses_ops.tools.launch import local_store
+
+T = TypeVar("T")
 
 START_S = 60.0
 SETTLE_S = 30.0  # closing may take 10 s twice over; a wait and the clean cycles come on top
@@ -150,7 +153,7 @@ class _Ranks:
         """Ranks whose line is open."""
         return [rank for rank, line in enumerate(self._lines) if not line.closed]
 
-    def _listen(self, heard: dict[int, object], kind: type, limit_s: float) -> None:  # type: ignore[type-arg]
+    def _listen(self, heard: dict[int, T], kind: type[T], limit_s: float) -> None:
         """Until every rank that lives has sent one of ``kind``, or the time is up."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from ulysses_ops import all_to_all, collective, communicator
-from ulysses_ops.agreement import Agreement
+from ulysses_ops.agreement import Agreement, group_store
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import CapturedStep
@@ -158,10 +158,9 @@ class Injector:
     def __enter__(self) -> Injector:
         """Put the seams in place."""
         patch = self._seams.enter_context
-        store_of = communicator.group_store
         patch(
             mock.patch.object(
-                communicator, "group_store", lambda group: _StoreSeam(store_of(group), self)
+                communicator, "group_store", lambda group: _StoreSeam(group_store(group), self)
             )
         )
         trade = self._before(all_to_all.all_to_all, "exchange", "bytes")

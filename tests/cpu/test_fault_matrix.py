@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -110,14 +111,14 @@ def corrupting(
     setting: Setting, fault: Fault | None, rank: int, port: int, line: Connection
 ) -> None:
     def broken(injector: Injector, step: str) -> None:
-        trade = collective.all_to_all
+        trade = all_to_all.all_to_all
 
-        def lost(comm: UlyssesCommunicator, received: Tensor, *more: object) -> None:
-            trade(comm, received, *more)  # type: ignore[arg-type]
+        def lost(comm: UlyssesCommunicator, received: Tensor, *more: Any) -> None:
+            trade(comm, received, *more)
             received[:4] = 0
 
         if step == "exchange" and rank == 0:
-            collective.all_to_all = lost
+            mock.patch.object(collective, "all_to_all", lost).start()
 
     in_struck_cycle(broken, setting, fault, rank, port, line)
 
@@ -164,7 +165,8 @@ def as_patient_as_its_group(
     ) -> None:
         dist.all_to_all_single(received, sent, to, of, group=comm.group)
 
-    all_to_all.all_to_all = collective.all_to_all = patient
+    for module in (all_to_all, collective):
+        mock.patch.object(module, "all_to_all", patient).start()
     run_rank(setting, fault, rank, port, line)
 
 

@@ -42,7 +42,7 @@ def send(comm: UlyssesCommunicator, *windows: Window) -> None:
             exchange.send(torch.ones(window.source_shape), window)
 
 
-def rounds(rank: int, world_size: int, how: str) -> list[str]:
+def rounds(rank: int, world_size: int, how: str) -> str:
     """Exchanges that differ between ranks; all raise, and the communicator serves on."""
     with UlyssesCommunicator(timeout_s=10) as comm:
         a, b = two_windows(comm)
