@@ -76,7 +76,8 @@ HeadPart head_part(const Tensor& part, const std::string& name, const Common& co
   const auto is_multiple = [&](int dim) {
     return shape[dim] == 1 || strides[dim] * sizes.itemsize % kAlignment == 0;
   };
-  STD_TORCH_CHECK(has_dense_heads(shape, strides), kOp, ": ", name, " has strides ", to_string(strides),
+  STD_TORCH_CHECK(has_dense_heads(shape, strides), kOp, ": ", name, " has strides ",
+                  to_string(strides),
                   "; heads and head_dim must be dense and rows apart: pass a contiguous copy");
   STD_TORCH_CHECK(is_aligned(part.data_ptr()) && is_multiple(0) && is_multiple(1), kOp, ": ", name,
                   " must lie at a multiple of 16 bytes, and its rows too (strides ",
