@@ -55,6 +55,7 @@ ORDER = (
     "planner",
     "peers_first",
     "projections",
+    "layer_checks",
     "layer",
     "__init__",
     "graphs",
