@@ -124,7 +124,7 @@ def draw_tax(rows: ByModel, what: str, caption: str, path: Path) -> None:
 
 def _draw_bars(axes: Any, rows: ByModel, heights: Heights) -> None:
     drawn = {name for by in heights.values() for name in by}
-    known = dict.fromkeys(variant.name for variant in (*VARIANTS, *STEP_VARIANTS))
+    known = dict.fromkeys([*(v.name for v in VARIANTS), *(v.name for v in STEP_VARIANTS)])
     names = [name for name in known if name in drawn]
     width = GROUP / max(len(names), 1)
     for number, name in enumerate(names):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from ulysses_ops.tools.results import Row, rows_to_json, write_results
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS, TINY_CASES, case_of
 from ulysses_ops.tools.step_job import StepJob, counted
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
-from ulysses_ops.tools.step_variants import select_step_variants
+from ulysses_ops.tools.step_variants import STEP_VARIANTS, StepVariant
 from ulysses_ops.tools.timeline import Timeline
 from ulysses_ops.tools.timing import Effort
 
@@ -40,7 +42,7 @@ EFFORT = Effort(2, 0.5)
 CPU = torch.device("cpu")
 
 needs_diffusers = pytest.mark.skipif(
-    not pytest.importorskip("importlib.util").find_spec("diffusers"),
+    importlib.util.find_spec("diffusers") is None,
     reason="diffusers is not installed: pip install -e .[diffusers]",
 )
 
@@ -152,19 +154,20 @@ class Broken(Forward):
 
 def _with_faults(context: RankContext, job: StepJob) -> Outcome:
     """Ours gives a wrong element, and the fallback does not run."""
-    faults = {"ours": OneElementOff, "fallback": Broken}
-    variants = tuple(
-        replace(
-            variant,
-            forward=lambda comms, context, name=variant.name: faults[name](comms[name]),
-        )
-        if variant.name in faults
-        else variant
-        for variant in select_step_variants("all")
-    )
-    step_job.select_step_variants = lambda names: variants  # type: ignore[assignment]
-    step_job.WEIGHTS = {"step": 1.0}
-    return run_rank(context, [job])
+    faults: dict[str, type[Forward]] = {"ours": OneElementOff, "fallback": Broken}
+
+    def faulty(variant: StepVariant) -> StepVariant:
+        if variant.name not in faults:
+            return variant
+        kind = faults[variant.name]
+        return replace(variant, forward=lambda comms, context: kind(comms[variant.name]))
+
+    variants = tuple(faulty(variant) for variant in STEP_VARIANTS)
+    with (
+        mock.patch.object(step_job, "select_step_variants", return_value=variants),
+        mock.patch.object(step_job, "WEIGHTS", {"step": 1.0}),
+    ):
+        return run_rank(context, [job])
 
 
 @needs_diffusers
@@ -178,8 +181,8 @@ def test_a_wrong_element_is_seen_and_what_breaks_has_a_reason() -> None:
 
 def _with_a_blind_model(context: RankContext, job: StepJob) -> Outcome:
     """A model in which nothing depends on what is exchanged."""
-    step_bench.same_bits = lambda one, other: True
-    return run_rank(context, [job])
+    with mock.patch.object(step_bench, "same_bits", return_value=True):
+        return run_rank(context, [job])
 
 
 @needs_diffusers
@@ -193,8 +196,8 @@ def _without_diffusers(context: RankContext, job: StepJob) -> Outcome:
         message = "No module named 'diffusers'"
         raise ImportError(message)
 
-    step_job._import_diffusers = missing
-    return run_rank(context, [job])
+    with mock.patch.object(step_job, "_import_diffusers", missing):
+        return run_rank(context, [job])
 
 
 def test_without_diffusers_there_is_a_reason() -> None:
