@@ -91,14 +91,14 @@ def _tiny(name: str, changes: Mapping[str, object], layers: Mapping[str, int]) -
         model,
         key=f"tiny-{name}",
         title=f"tiny {model.title}",
-        config={**model.config, "num_attention_heads": 4, "attention_head_dim": 16, **changes},
+        config={**model.config, "num_attention_heads": 4, "attention_head_dim": 32, **changes},
         layers=layers,
-        text_rows=8,
+        text_rows=16,
     )
     if small.is_video:
-        sizes = [Resolution(32, 32, 4 * n + 1) for n in (2, 1)]
+        sizes = [Resolution(64, 64, 4 * n + 1) for n in (2, 1)]
         return StepCase(small, None, sizes[0], sizes[1], 2, tuple(sizes))
-    sizes = [Resolution(16 * n, 64) for n in (4, 2)]
+    sizes = [Resolution(32 * n, 64) for n in (4, 2)]
     return StepCase(small, None, sizes[0], sizes[1], 1, tuple(sizes))
 
 
@@ -107,7 +107,7 @@ TINY_CASES = (
     _tiny("wan-14b", {"text_dim": 16, "freq_dim": 16, "ffn_dim": 64}, {"num_layers": 2}),
     _tiny(
         "flux",
-        {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)},
+        {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (8, 12, 12)},
         {"num_layers": 1, "num_single_layers": 2},
     ),
 )
