@@ -109,23 +109,25 @@ class PackedScatter:
 class PlainGraph:
     """A CUDA graph of something that is not ours, captured on every rank at once."""
 
-    def __init__(self, context: RankContext, run: Callable[[], Any], what: str) -> None:
-        """Warm up, line up and capture. Collective.
+    def __init__(
+        self, context: RankContext, run: Callable[[], Any], what: str, *, warm_up: int = WARM_UP
+    ) -> None:
+        """Call it ``warm_up`` times, line up and capture. Collective.
 
         Raises:
             UlyssesError: it cannot be captured on some rank; the same text on every rank.
         """
         self._graph = torch.cuda.CUDAGraph()
-        attempt_all(context, lambda: self._warm_up(context, run), f"warm-up of {what}")
+        attempt_all(context, lambda: self._warm_up(context, run, warm_up), f"warm-up of {what}")
         context.line_up(f"warm-up of {what}")
         self.output = attempt_all(context, lambda: self._capture(run), f"capture of {what}")
         context.line_up(f"capture of {what}")
 
-    def _warm_up(self, context: RankContext, run: Callable[[], Any]) -> None:
+    def _warm_up(self, context: RankContext, run: Callable[[], Any], count: int) -> None:
         side = torch.cuda.Stream(context.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
+            for _ in range(count):
                 run()
         torch.cuda.current_stream().wait_stream(side)
 

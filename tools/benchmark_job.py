@@ -21,6 +21,7 @@ from ulysses_ops.tools.replays import PARTING_S, ReplayJob, replay_rows
 from ulysses_ops.tools.report import NO_TIME, Outcome, Report, ResumeFrom, describe_transport
 from ulysses_ops.tools.results import Row, read_machine
 from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.tools.step_job import StepJob, run_step_job
 from ulysses_ops.tools.timing import Effort
 
 HANDSHAKE = "handshake"
@@ -61,6 +62,8 @@ def run_rank(context: RankContext, jobs: list[Any]) -> Outcome:
                 _benchmark(context, job, report)
             elif isinstance(job, BlockJob):
                 run_block_job(context, job, report)
+            elif isinstance(job, StepJob):
+                run_step_job(context, job, report)
             elif isinstance(job, ReplayJob):
                 report.add(f"replays {number}", replay_rows(context, job))
             elif isinstance(job, ParityJob):

@@ -20,12 +20,19 @@ from ulysses_ops.tools.shapes import (
     SMALL_STEP,
     select_shapes,
 )
+from ulysses_ops.tools.step_cases import DEFAULT_MODELS, TINY_CASES, select_cases
+from ulysses_ops.tools.step_job import SECTION as STEP
+from ulysses_ops.tools.step_job import StepJob
+from ulysses_ops.tools.step_rows import STEPS
+from ulysses_ops.tools.step_variants import select_step_variants
 from ulysses_ops.tools.timing import Effort
 
 PRODUCTION_REPLAYS = 200
 CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
 EVERYTHING = (*SECTIONS, BLOCK)
+KNOWN = (*EVERYTHING, STEP)  # whole models are run when they are named
+CPU_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,9 @@ class Choice:
     Attributes:
         shapes: Names, separated by commas, or ``"all"``.
         only: Names of sections, separated by commas, or ``"all"``.
-        variants: Of the block: names, separated by commas, or ``"all"``.
+        variants: Of the block or the step: names, separated by commas, or ``"all"``.
+        models: Of the step: names, separated by commas.
+        layers: Of the step's models, of the first kind; all of them when ``None``.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
@@ -46,6 +55,8 @@ class Choice:
     shapes: str = "all"
     only: str = "all"
     variants: str = "all"
+    models: str = DEFAULT_MODELS
+    layers: int | None = None
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
@@ -60,11 +71,11 @@ class Choice:
             ValueError: a name is unknown.
         """
         wanted = EVERYTHING if self.only == "all" else [n.strip() for n in self.only.split(",")]
-        unknown = [name for name in wanted if name not in EVERYTHING]
+        unknown = [name for name in wanted if name not in KNOWN]
         if unknown:
-            message = f"only: {unknown} are unknown; choose from {list(EVERYTHING)} or 'all'"
+            message = f"only: {unknown} are unknown; choose from {list(KNOWN)} or 'all'"
             raise ValueError(message)
-        return tuple(name for name in EVERYTHING if name in wanted)
+        return tuple(name for name in KNOWN if name in wanted)
 
     def resume_from(self, name: str) -> ResumeFrom | None:
         """The earlier run of this file."""
@@ -106,13 +117,13 @@ def launch_on_gpus(
 
 
 def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]:
-    """One launch for operators and attention steps, one for blocks.
+    """One launch for operators and attention steps, one for blocks, one for each whole model.
 
     Raises:
         ValueError: a name is unknown.
     """
     insisted = (choice.transport, choice.mapping, choice.signal)
-    sections = tuple(name for name in choice.sections if name != BLOCK)
+    sections = tuple(name for name in choice.sections if name not in (BLOCK, STEP))
     plans = []
     if sections:
         job = BenchmarkJob(
@@ -121,7 +132,30 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
         plans.append(Plan(launch, [job], STEP_FILE))
     if BLOCK in choice.sections:
         plans.append(Plan(launch, [_block_job(choice, effort)], BLOCK))
+    if STEP in choice.sections:
+        plans += [Plan(launch, [job], _step_file(job)) for job in _step_jobs(choice, effort)]
     return plans
+
+
+def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
+    select_step_variants(choice.variants)  # refused here rather than by the ranks
+    jobs = [
+        StepJob(
+            case,
+            effort,
+            choice.variants,
+            STEPS,
+            transport=choice.transport,
+            mapping=choice.mapping,
+            signal=choice.signal,
+        )
+        for case in select_cases(choice.models, choice.layers)
+    ]
+    return [replace(job, resume=choice.resume_from(_step_file(job))) for job in jobs]
+
+
+def _step_file(job: StepJob) -> str:
+    return f"{STEP}_{job.case.model.key}"
 
 
 def _block_job(choice: Choice, effort: Effort) -> BlockJob:
@@ -174,7 +208,7 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         message = f"world_size={world_size} splits none of the small shapes; use 2 ranks"
         raise ValueError(message)
     effort = Effort(3, 2.0, until=None)
-    sections = tuple(name for name in choice.sections if name != BLOCK)
+    sections = tuple(name for name in choice.sections if name not in (BLOCK, STEP))
     jobs: list[Any] = []
     if choice.only == "all":
         jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))
@@ -186,6 +220,8 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     if BLOCK in choice.sections:
         blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
         jobs.append(BlockJob(blocks, effort, choice.variants, transport=choice.transport))
+    if STEP in choice.sections:
+        jobs += [StepJob(case, effort, choice.variants, CPU_STEPS) for case in TINY_CASES]
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))

@@ -18,6 +18,7 @@ from ulysses_ops.tools.baselines import PlainGraph
 from ulysses_ops.tools.block_setting import Setting
 from ulysses_ops.tools.block_variants import NAIVE, BlockVariant
 from ulysses_ops.tools.noise import random_values
+from ulysses_ops.tools.peak_memory import allocated_bytes, peak_bytes, reset_peak
 from ulysses_ops.tools.results import Mode
 
 HOST_CALLS = 7
@@ -79,13 +80,13 @@ class BlockBench:
     def add(self, variant: BlockVariant) -> None:
         """Build a variant, eager and, on GPUs, captured; failures are noted. Collective."""
         context = self.setting.context
-        before = _allocated(context.device)
+        before = allocated_bytes(context.device)
         made = attempt(context, lambda: variant.build(self.setting))
         if made.reason or made.value is None:
             self.not_run[variant.name] = made.reason
             return
         run = partial(made.value, self.x)
-        buffers = _allocated(context.device) - before
+        buffers = allocated_bytes(context.device) - before
         if variant.is_ours and self.setting.comm.transport == "ce":
             buffers += 4 * self.x.nbytes  # windows, which the caching allocator does not know
         self._keep(f"{variant.name}/eager", lambda: self._run_eagerly(variant, run, buffers))
@@ -104,15 +105,15 @@ class BlockBench:
 
     def _run_eagerly(self, variant: BlockVariant, run: Callable[[], Tensor], buffers: int) -> Built:
         context = self.setting.context
-        before = _reset_peak(context.device)
+        before = reset_peak(context.device)
         run()
         context.finish(f"{variant.name}, first run")
-        return Built(variant, "eager", run, _peak(context.device, before, buffers))
+        return Built(variant, "eager", run, peak_bytes(context.device, before, buffers))
 
     def _capture(self, variant: BlockVariant, run: Callable[[], Tensor], buffers: int) -> Built:
         context = self.setting.context
         what = f"block, {variant.name}"
-        before = _reset_peak(context.device)
+        before = reset_peak(context.device)
         graph: CapturedStep | PlainGraph
         if variant.is_ours:
             graph = capture_step(self.setting.comm, run, warmup=1)
@@ -121,7 +122,7 @@ class BlockBench:
             graph = PlainGraph(context, run, what)
             replay = graph.run
         self.setting.closing.callback(graph.close)
-        peak = _peak(context.device, before, buffers)
+        peak = peak_bytes(context.device, before, buffers)
         replay()
         context.finish(f"{what}, first replay")
         return Built(variant, "graph", replay, peak)
@@ -196,19 +197,3 @@ def _relative_error(output: Tensor, reference: Tensor) -> float:
 
 def _is_off(error: float | None) -> bool:
     return error is not None and not error <= MAX_ERROR
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _reset_peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    return _allocated(device)
-
-
-def _peak(device: torch.device, before: int, buffers: int) -> int | None:
-    if device.type != "cuda":
-        return None
-    return buffers + torch.cuda.max_memory_allocated(device) - before

@@ -43,6 +43,14 @@ def block_table(record: Record) -> str:
     return markdown(head, lines) if lines else ""
 
 
+def tax_of(row: Row | None) -> str:
+    """Tax, and the quartiles of its rounds."""
+    if row is None or row.tax_percent is None or row.tax_quartiles is None:
+        return "not run"
+    low, high = row.tax_quartiles
+    return f"{row.tax_percent:+.1f} % ({low:.1f} to {high:.1f})"
+
+
 def _line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
     compute = rows[COMPUTE]
     _, seq, heads, _ = compute.shape
@@ -53,14 +61,6 @@ def _line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tupl
     return (
         f"{title}, {mode}",
         number(compute.median_us, 0),
-        *(_tax(rows.get(name)) for name in names),
+        *(tax_of(rows.get(name)) for name in names),
         yes(bool(exact) and all(exact)) + ("" if error is None else f", others {error:.1e}"),
     )
-
-
-def _tax(row: Row | None) -> str:
-    """Tax, and the quartiles of its rounds."""
-    if row is None or row.tax_percent is None or row.tax_quartiles is None:
-        return "not run"
-    low, high = row.tax_quartiles
-    return f"{row.tax_percent:+.1f} % ({low:.1f} to {high:.1f})"

@@ -156,12 +156,14 @@ MODELS: Mapping[str, PublishedModel] = {
 }
 
 
-def find_model(name: str) -> PublishedModel:
-    """The model of this key.
+def find_model(name: str | PublishedModel) -> PublishedModel:
+    """The model of this key, or the one given.
 
     Raises:
         ValueError: there is none.
     """
+    if isinstance(name, PublishedModel):
+        return name
     if name not in MODELS:
         message = f"models: {name!r} is unknown; choose from {list(MODELS)}"
         raise ValueError(message)
@@ -169,7 +171,7 @@ def find_model(name: str) -> PublishedModel:
 
 
 def build(
-    name: str,
+    name: str | PublishedModel,
     *,
     layers: int | None = None,
     device: torch.device | str = "cuda",
@@ -179,7 +181,7 @@ def build(
     """A model with random weights, for inference, the same ones on every rank.
 
     Args:
-        name: Key in ``MODELS``.
+        name: Key in ``MODELS``, or any model of these classes.
         layers: Layers of the first kind; of others in the published proportion (FLUX: 2 single
             stream layers for each double stream layer). All of them when left out.
         device: Where it is made; ``"meta"`` for its shape alone.
@@ -225,7 +227,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def inputs(
-    name: str,
+    name: str | PublishedModel,
     *,
     resolution: str | Resolution | None = None,
     text_rows: int | None = None,
@@ -237,7 +239,7 @@ def inputs(
     """Whole random inputs of one call, the same on every rank, as a pipeline would give them.
 
     Args:
-        name: Key in ``MODELS``.
+        name: Key in ``MODELS``, or any model of these classes.
         resolution: Key in ``RESOLUTIONS``, or any; the model's usual one when left out.
         text_rows: Rows of text; the model's usual number when left out.
         batch: B.

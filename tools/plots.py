@@ -2,7 +2,7 @@
 
 ``python -m ulysses_ops.tools.plots docs/results/h200-x2`` draws what the files of a folder have:
 ``block_time.png`` and ``block_tax.png`` from ``block.json``, ``block_timeline.png`` from
-``block_timeline.json``.
+``block_timeline.json``, ``step_time.png`` and ``step_tax.png`` from all ``step_*.json``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import typer
 from ulysses_ops.tools.block_table import TITLES
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, VARIANTS
 from ulysses_ops.tools.results import Row, rows_from_json
+from ulysses_ops.tools.step_rows import OP as STEP
+from ulysses_ops.tools.step_table import STEP_TITLES
+from ulysses_ops.tools.step_variants import STEP_VARIANTS
 from ulysses_ops.tools.timeline import Kind, Timeline
 
 GROUP = 0.8  # width of all bars of a shape
@@ -28,11 +31,11 @@ ByModel = dict[str, dict[str, Row]]
 Heights = dict[str, dict[str, tuple[float | None, tuple[float, float] | None]]]
 
 
-def block_rows_by_model(content: Mapping[str, Any], mode: str) -> ByModel:
-    """Rows of blocks in one mode, by model and variant, models from fast to slow."""
+def rows_by_model(content: Mapping[str, Any], op: str, mode: str) -> ByModel:
+    """Rows of blocks or steps in one mode, by model and variant, models from fast to slow."""
     found: ByModel = {}
     for row in rows_from_json(content.get("rows", [])):
-        if row.op == "block" and row.mode == mode and row.details:
+        if row.op == op and row.mode == mode and row.details:
             found.setdefault(row.model, {})[row.details["variant"]] = row
 
     def slowest(model: str) -> float:
@@ -58,19 +61,29 @@ def draw_results(folder: Path, out: Path) -> list[Path]:
     block, timeline = folder / "block.json", folder / "block_timeline.json"
     out.mkdir(parents=True, exist_ok=True)
     if block.exists():
-        content = json.loads(block.read_text())
-        mode = "graph" if block_rows_by_model(content, "graph") else "eager"
-        rows = block_rows_by_model(content, mode)
-        if rows:
-            draw_times(rows, _caption(content, mode), out / "block_time.png")
-            draw_tax(rows, _caption(content, mode), out / "block_tax.png")
-            written += [out / "block_time.png", out / "block_tax.png"]
+        written += _draw_bars_of(json.loads(block.read_text()), "block", "DiT block", out)
     if timeline.exists():
         content = json.loads(timeline.read_text())
         lines = {key: Timeline.from_json(entry) for key, entry in content["timelines"].items()}
         draw_timelines(lines, _caption(content, "rank 0"), out / "block_timeline.png")
         written.append(out / "block_timeline.png")
+    steps = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{STEP}_*.json"))]
+    if steps:
+        rows = [row for content in steps for row in content.get("rows", [])]
+        written += _draw_bars_of({**steps[-1], "rows": rows}, STEP, "denoising step", out)
     return written
+
+
+def _draw_bars_of(content: Mapping[str, Any], op: str, what: str, out: Path) -> list[Path]:
+    """Times and taxes of blocks or steps."""
+    mode = "graph" if rows_by_model(content, op, "graph") else "eager"
+    rows = rows_by_model(content, op, mode)
+    if not rows:
+        return []
+    paths = [out / f"{op}_time.png", out / f"{op}_tax.png"]
+    draw_times(rows, what, _caption(content, mode), paths[0])
+    draw_tax(rows, what, _caption(content, mode), paths[1])
+    return paths
 
 
 def _caption(content: Mapping[str, Any], more: str) -> str:
@@ -79,8 +92,8 @@ def _caption(content: Mapping[str, Any], more: str) -> str:
     return f"{where}, torch {content['torch']}, NCCL {content['nccl']}, commit {commit}, {more}"
 
 
-def draw_times(rows: ByModel, caption: str, path: Path) -> None:
-    """Median time of a block by shape, one bar a variant, on a logarithmic scale."""
+def draw_times(rows: ByModel, what: str, caption: str, path: Path) -> None:
+    """Median time of a block or step by shape, one bar a variant, on a logarithmic scale."""
     figure, axes = _new_picture(1, (11.0, 5.5))
     times: Heights = {
         model: {name: (row.median_us, None) for name, row in by.items()}
@@ -88,11 +101,11 @@ def draw_times(rows: ByModel, caption: str, path: Path) -> None:
     }
     _draw_bars(axes[0], rows, times)
     axes[0].set_yscale("log")
-    axes[0].set_ylabel("time of a block, us, slowest rank")
-    _save(figure, axes[0], f"DiT block: {caption}", path)
+    axes[0].set_ylabel(f"time of a {what}, us, slowest rank")
+    _save(figure, axes[0], f"{what}: {caption}", path)
 
 
-def draw_tax(rows: ByModel, caption: str, path: Path) -> None:
+def draw_tax(rows: ByModel, what: str, caption: str, path: Path) -> None:
     """Communication tax by shape, one bar a variant, with the quartiles of the rounds."""
     figure, axes = _new_picture(1, (11.0, 5.5))
     taxes: Heights = {
@@ -106,12 +119,13 @@ def draw_tax(rows: ByModel, caption: str, path: Path) -> None:
     _draw_bars(axes[0], rows, taxes)
     axes[0].axhline(0.0, color="k", linewidth=0.8)
     axes[0].set_ylabel("time over compute only, %")
-    _save(figure, axes[0], f"Communication tax of a DiT block: {caption}", path)
+    _save(figure, axes[0], f"Communication tax of a {what}: {caption}", path)
 
 
 def _draw_bars(axes: Any, rows: ByModel, heights: Heights) -> None:
     drawn = {name for by in heights.values() for name in by}
-    names = [variant.name for variant in VARIANTS if variant.name in drawn]
+    known = dict.fromkeys([*(v.name for v in VARIANTS), *(v.name for v in STEP_VARIANTS)])
+    names = [name for name in known if name in drawn]
     width = GROUP / max(len(names), 1)
     for number, name in enumerate(names):
         spots, tops, below, above = [], [], [], []
@@ -126,7 +140,7 @@ def _draw_bars(axes: Any, rows: ByModel, heights: Heights) -> None:
             above.append(max(high - top, 0.0))
         has_range = any((*below, *above))
         error = [below, above] if has_range else None
-        label = TITLES.get(name, "compute only" if name == COMPUTE else name)
+        label = {**TITLES, **STEP_TITLES}.get(name, name)
         axes.bar(spots, tops, width, yerr=error, label=label, capsize=2)
     axes.set_xticks(range(len(rows)))
     axes.set_xticklabels([_label(model, by) for model, by in rows.items()], fontsize=8)
@@ -206,7 +220,10 @@ def plot_results(
     for path in written:
         typer.echo(f"written: {path}")
     if not written:
-        typer.echo(f"{folder}: no block.json and no block_timeline.json to draw", err=True)
+        typer.echo(
+            f"{folder}: neither block.json nor block_timeline.json nor step_*.json to draw",
+            err=True,
+        )
         raise typer.Exit(1)
 
 

@@ -19,6 +19,7 @@ from ulysses_ops.tools.block_table import block_table
 from ulysses_ops.tools.fault_table import faults_table, models_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.results import Row
+from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
 
 MARKED = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOTHING = "Nothing recorded yet.\n"
@@ -140,6 +141,9 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "exchange": exchange_table,
     "attention": attention_table,
     "block": block_table,
+    "step": step_table,
+    "generation": generation_table,
+    "graphs": graphs_table,
     "costs": costs_table,
     "replays": replays_table,
     "tests": tests_table,

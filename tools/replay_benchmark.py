@@ -1,4 +1,4 @@
-"""``ulysses-bench``: exchanges, attention steps and DiT blocks: captured, replayed, checked, timed.
+"""``ulysses-bench``: from single exchanges to whole denoising steps: captured, checked, timed.
 
 Without GPUs the same code runs on two CPU ranks with small shapes: that shows that it works, and
 nothing about its speed.
@@ -23,6 +23,7 @@ from ulysses_ops.tools.benchmark_plan import (
 )
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans
 from ulysses_ops.tools.revision import read_commit
+from ulysses_ops.tools.step_cases import DEFAULT_MODELS
 from ulysses_ops.tools.tables import print_rows
 from ulysses_ops.tools.timing import Effort
 
@@ -38,12 +39,19 @@ def run_benchmark(
         str,
         typer.Option(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
-            "block; or 'all'."
+            "block; or 'all' of these. And step: whole models of diffusers, which is not part of "
+            "'all'."
         ),
     ] = "all",
     variants: Annotated[
-        str, typer.Option(help="Variants of the block, separated by commas, or 'all'.")
+        str, typer.Option(help="Variants of block or step, separated by commas, or 'all'.")
     ] = "all",
+    models: Annotated[
+        str, typer.Option(help="Models of the step, separated by commas.")
+    ] = DEFAULT_MODELS,
+    layers: Annotated[
+        int, typer.Option(min=0, help="Layers of the step's models; 0 for all of them.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     batch_ms: Annotated[
         float, typer.Option(min=0.1, help="Time for each variant in a round, in ms.")
@@ -79,13 +87,14 @@ def run_benchmark(
         str | None, typer.Option(help="Commit that is run, where git cannot tell.")
     ] = None,
 ) -> None:
-    """Check and time exchanges, attention steps and blocks on GPUs, or check them on the CPU."""
+    """Check and time exchanges, blocks and steps on GPUs, or check them on the CPU."""
     console = Console()
     num_devices = 0 if cpu else torch.cuda.device_count()
     commit = commit or read_commit()
     folder = out or RESULTS
     earlier = folder if resume else None
-    choice = Choice(shapes, only, variants, transport, mapping, signal, earlier, commit)
+    chosen = (shapes, only, variants, models, layers or None)
+    choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
     try:
         plans: list[Plan]

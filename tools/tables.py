@@ -38,6 +38,7 @@ COLUMNS = (
     "peak MB",
     "exact",
 )
+BY_VARIANT = ("block", "step", "generation", "graphs")  # what has columns of its own
 LEGEND = (
     "med_us, p99_us: slowest rank. algbw: GB/s of a rank's whole tensor; busbw: of the bytes it "
     "sends to peers (MB/rank); %flat: busbw over that of flat peer copies in the same rounds. "
@@ -87,7 +88,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
 def _moved_by(row: Row) -> str:
     """What tells variants apart."""
     variant = (row.details or {}).get("variant")
-    if row.op == "block":
+    if row.op in BY_VARIANT:
         return str(variant)
     if variant in ("overlapped", "compute") or (variant == "baseline" and row.transport != "nccl"):
         return str(variant) if variant == "compute" else f"{row.transport} {variant}"
@@ -123,8 +124,8 @@ def print_rows(
         highlight=False,
     )
     console.print(f"transport: {transport}", soft_wrap=True, highlight=False)
-    for is_block in (False, True):  # blocks have columns of their own
-        _print_table(console, [row for row in rows if (row.op == "block") is is_block])
+    for ops in (None, *BY_VARIANT):
+        _print_table(console, [row for row in rows if _table_of(row) == ops])
     for entry in rows:
         hidden = ("variant", "attention", "rounds")
         notes = {k: v for k, v in (entry.details or {}).items() if k not in hidden}
@@ -135,6 +136,10 @@ def print_rows(
     for name, reason in (not_run or {}).items():
         console.print(f"not run: {name}: {reason}", soft_wrap=True, highlight=False, markup=False)
     console.print(LEGEND, style="dim", soft_wrap=True, highlight=False)
+
+
+def _table_of(row: Row) -> str | None:
+    return row.op if row.op in BY_VARIANT else None
 
 
 def _print_table(console: Console, rows: Sequence[Row]) -> None:

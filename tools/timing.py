@@ -16,6 +16,7 @@ from ulysses_ops.tools.launch import RankContext
 LEAD_IN = 2  # calls ahead of the first event: they absorb what the line-up left of skew
 MIN_COUNT = 3
 LONG_US = 20_000.0  # beside a run this long that skew is nothing: one call ahead, and two timed
+VERY_LONG_US = 300_000.0  # whole steps of large models: each is timed alone
 MAX_COUNT = 500
 
 Rounds = list[list[float]]  # microseconds a call: rounds of samples
@@ -28,10 +29,17 @@ class Variant:
     Attributes:
         run: Enqueues it on the current stream; on every rank alike.
         calls: Calls of the operator in one run; times are for one call.
+        prepare: Done ahead of each batch of runs, and not timed. Collective.
     """
 
     run: Callable[[], object]
     calls: int = 1
+    prepare: Callable[[], object] | None = None
+
+    def ready(self) -> None:
+        """Prepare the next batch."""
+        if self.prepare is not None:
+            self.prepare()
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ def measure(
             break
         context.progress(f"{what}: round {number + 1} of {effort.rounds}")
         for name, variant in variants.items():
+            variant.ready()
             context.line_up(f"{what}, {name}")
             lead_in, count = batches[name]
             samples = time_runs(context, variant.run, count, f"{what}, {name}", lead_in)
@@ -157,6 +166,11 @@ def _agree_batch(
     context: RankContext, variant: Variant, effort: Effort, name: str
 ) -> tuple[int, int]:
     """Runs ahead, and runs in a batch: the same on every rank, or one would wait for ever."""
+    variant.ready()
+    context.line_up(f"estimate of {name}")
+    first_us: float = max(context.gather(time_runs(context, variant.run, 1, name, lead_in=0)[0]))
+    if first_us >= VERY_LONG_US:
+        return 0, 1
     context.line_up(f"estimate of {name}")
     estimate_us = min(time_runs(context, variant.run, 2, name, lead_in=1))
     slowest_us: float = max(context.gather(estimate_us))

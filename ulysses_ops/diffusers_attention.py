@@ -16,11 +16,12 @@ from .joint_attention import (
     ReplicatedRows,
     attend_as_computed,
     interleave_keys,
+    replicate_rows,
 )
 
 
 class Forward:
-    """What the processors know of the call of the model that is under way.
+    """What moves the rows of a model, and what is known of the call that is under way.
 
     Attributes:
         comm: The ranks.
@@ -38,6 +39,25 @@ class Forward:
     def is_text_sharded(self) -> bool:
         """Whether each rank holds a share of the text rows, or all of them."""
         return self.text_rows % self.comm.world_size == 0
+
+    def attend(
+        self,
+        v: Producer,
+        k: Producer,
+        q: Producer,
+        *,
+        attention: AttentionKernel,
+        replicated: ReplicatedRows,
+        copy_out: bool,
+    ) -> Tensor:
+        """:func:`.joint_attention.attend_as_computed` between the ranks. Collective."""
+        return attend_as_computed(
+            self.comm, v, k, q, attention=attention, replicated=replicated, copy_out=copy_out
+        )
+
+    def replicate(self, x: Tensor) -> Tensor:
+        """:func:`.joint_attention.replicate_rows` between the ranks. Collective."""
+        return replicate_rows(self.comm, x)
 
 
 class Processor:
@@ -95,8 +115,7 @@ class Processor:
             image_rows = mask.shape[-1] - forward.text_rows
             first = forward.text_rows if is_text_first else image_rows
             mask = interleave_keys(mask, first, world_size)
-        out = attend_as_computed(
-            forward.comm,
+        out = forward.attend(
             v,
             k,
             q,

@@ -19,10 +19,11 @@ from .communicator import UlyssesCommunicator
 from .diffusers_attention import Forward, Processor
 from .diffusers_plans import REFUSED_INPUTS, CutRows, Family, description, family_of, is_sharded
 from .errors import UlyssesError
-from .joint_attention import replicate_rows
 
 
-def parallelize(model: nn.Module, comm: UlyssesCommunicator) -> ParallelModel:
+def parallelize(
+    model: nn.Module, comm: UlyssesCommunicator, *, forward: Forward | None = None
+) -> ParallelModel:
     """Make a ``diffusers`` transformer run on its share of the sequence, in place.
 
     Every rank calls the model with the same, whole inputs, and gets the whole output. In between it
@@ -50,6 +51,8 @@ def parallelize(model: nn.Module, comm: UlyssesCommunicator) -> ParallelModel:
             rank. Not compiled yet; with stock attention processors.
         comm: An open communicator; ``num_attention_heads`` must be divisible by its number of
             ranks. One communicator serves any number of models; it has to stay open meanwhile.
+        forward: What moves rows between the ranks, of this communicator; the benchmark passes other
+            ways of doing so.
 
     Returns:
         A handle whose :meth:`ParallelModel.close` gives the model back as it was.
@@ -73,18 +76,20 @@ def parallelize(model: nn.Module, comm: UlyssesCommunicator) -> ParallelModel:
     if differing is not None:
         message = f"parallelize: models differ between ranks: {differing.describe()}"
         raise ValueError(message)
-    return ParallelModel(model, comm, family)
+    return ParallelModel(model, comm, family, forward or Forward(comm))
 
 
 class ParallelModel:
     """A model that :func:`parallelize` has changed, until :meth:`close`; a context manager."""
 
-    def __init__(self, model: Any, comm: UlyssesCommunicator, family: Family) -> None:
+    def __init__(
+        self, model: Any, comm: UlyssesCommunicator, family: Family, forward: Forward
+    ) -> None:
         """Put processors and hooks in place; local, :func:`parallelize` has checked everything."""
         self._model = model
         self._comm = comm
         self._family = family
-        self._forward = Forward(comm)
+        self._forward = forward
         self._stock: dict[str, Any] = {
             name: processor for name, processor in model.attn_processors.items() if is_sharded(name)
         }
@@ -186,7 +191,7 @@ class ParallelModel:
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Put the rows of all ranks together."""
         self._forward.is_under_way = False
-        return replicate_rows(self._comm, output)
+        return self._forward.replicate(output)
 
 
 class _Inputs:

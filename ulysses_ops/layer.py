@@ -15,12 +15,14 @@ from .attention import AttentionKernel, out_specs, qkv_specs, sdpa, ulysses_atte
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
+from .layer_checks import check_inputs, check_tables
 from .norm_rope_checks import Rope
+from .ops import scatter
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
 from .peers_first import Output, Projected, Rotation, attend, project
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
-from .schedule import Problem, Schedule
+from .schedule import Problem, ProjectionSplit, Schedule
 from .windows import Window, reserve
 
 NOTHING = NormRope()  # what happens to V
@@ -235,27 +237,19 @@ class UlyssesAttention(nn.Module):
         is needed, and inside a compiler, it takes the functional operators instead of windows.
         """
         self._check(x, cos, sin)
-        needs_grad = torch.is_grad_enabled() and (
-            x.requires_grad or any(weight.requires_grad for weight in self.parameters())
-        )
-        if self.comm.world_size == 1 or needs_grad or torch.compiler.is_compiling():
-            return self._run_functional(x, cos, sin)
+        if self._is_functional(x):
+            q, k, v = self._projected(x, cos, sin)
+            if self.comm.world_size == 1:
+                attended = self._attention(q, k, v)
+            else:
+                attended = ulysses_attention(q, k, v, self.comm, attention=self._attention)
+            projected: Tensor = self.out(attended.flatten(2))
+            return projected
         schedule = self._schedule_for(x)
         qkv, outs = self._reserve(x, schedule)
-        norms = (None, self.k_norm, self.q_norm)
-        kinds = (NOTHING, self.norm_rope, self.norm_rope)
-        v, k, q = (
-            Projected(layer.weight, layer.bias, window, kind, norm)
-            for layer, window, kind, norm in zip(
-                (self.v, self.k, self.q), qkv, kinds, norms, strict=True
-            )
-        )
-        rotation = Rotation(cos, sin, self._norm_rope_kernel)
         with torch.no_grad():
-            with self.begin_exchange() as exchange:
-                project(x, (v, k, q), rotation, self.comm.rank, schedule.projection, exchange)
             return attend(
-                (q.window.tensor, k.window.tensor, v.window.tensor),
+                self._project(x, cos, sin, schedule.projection, qkv),
                 self._attention,
                 Output(self.out.weight, self.out.bias, self._chunks(schedule.head_chunks)),
                 outs,
@@ -263,6 +257,61 @@ class UlyssesAttention(nn.Module):
                 schedule,
                 self.begin_exchange,
             )
+
+    def project(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first stage alone: from ``x`` to Q, K and V that an attention kernel can take.
+
+        Args:
+            x: As in :meth:`forward`.
+            cos: As in :meth:`forward`.
+            sin: As in :meth:`forward`.
+
+        Returns:
+            Q, K and V of this rank's heads over the whole sequence, ``(B, S_global, H_local, D)``,
+            ready on the current stream. Without gradients they are windows, which the next call
+            of this layer, or of any other with the same shape, fills anew.
+
+        Raises:
+            ValueError: as :meth:`forward`.
+            UlyssesError: as :meth:`forward`.
+
+        Collective, as :meth:`forward`.
+        """
+        self._check(x, cos, sin)
+        if self._is_functional(x):
+            parts = self._projected(x, cos, sin)
+            if self.comm.world_size == 1:
+                return parts
+            q, k, v = (scatter(part, self.comm) for part in parts)
+            return q, k, v
+        schedule = self._schedule_for(x)
+        qkv, _ = self._reserve(x, schedule)
+        with torch.no_grad():
+            return self._project(x, cos, sin, schedule.projection, qkv)
+
+    def _project(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        split: ProjectionSplit,
+        windows: list[Window],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill the windows of V, K and Q, given in this order."""
+        norms = (None, self.k_norm, self.q_norm)
+        kinds = (NOTHING, self.norm_rope, self.norm_rope)
+        v, k, q = (
+            Projected(layer.weight, layer.bias, window, kind, norm)
+            for layer, window, kind, norm in zip(
+                (self.v, self.k, self.q), windows, kinds, norms, strict=True
+            )
+        )
+        rotation = Rotation(cos, sin, self._norm_rope_kernel)
+        with self.begin_exchange() as exchange:
+            project(x, (v, k, q), rotation, self.comm.rank, split, exchange)
+        return q.window.tensor, k.window.tensor, v.window.tensor
 
     def begin_exchange(self) -> Exchange:
         """Start an exchange; a subclass that measures may hand out one that sends nothing."""
@@ -310,8 +359,21 @@ class UlyssesAttention(nn.Module):
         self._out_chunks[chunks] = (state, packed)
         return packed
 
-    def _run_functional(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        """The same layer by operators without windows; differentiable, traceable."""
+    def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+        check_inputs(x, self.q.weight, self.comm.device)
+        check_tables(x, cos, sin, rope=self.norm_rope.rope, head_dim=self.head_dim)
+
+    def _is_functional(self, x: Tensor) -> bool:
+        """Whether operators without windows have to do: differentiable, traceable, of one rank."""
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or any(weight.requires_grad for weight in self.parameters())
+        )
+        return self.comm.world_size == 1 or needs_grad or torch.compiler.is_compiling()
+
+    def _projected(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of this rank's rows, ``(B, S_local, H, D)``."""
 
         def transformed(layer: nn.Linear, weight: Tensor | None) -> Tensor:
             heads: Tensor = layer(x).unflatten(-1, (-1, self.head_dim))
@@ -322,44 +384,5 @@ class UlyssesAttention(nn.Module):
             return self._norm_rope_kernel(heads, self.norm_rope, weight, factor, cos, sin)
 
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        k, q = transformed(self.k, self.k_norm), transformed(self.q, self.q_norm)
-        if self.comm.world_size == 1:
-            attended = self._attention(q, k, v)
-        else:
-            attended = ulysses_attention(q, k, v, self.comm, attention=self._attention)
-        projected: Tensor = self.out(attended.flatten(2))
-        return projected
-
-    def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-        weight = self.q.weight
-        if x.dim() != 3 or x.shape[2] != self.q.in_features or 0 in x.shape:
-            message = (
-                f"UlyssesAttention: x is {list(x.shape)} and must be (B, S_local, "
-                f"{self.q.in_features}), none of them 0"
-            )
-            raise ValueError(message)
-        if x.dtype != weight.dtype or x.device != weight.device or x.device != self.comm.device:
-            message = (
-                f"UlyssesAttention: x is {x.dtype} on {x.device}, weights are {weight.dtype} on "
-                f"{weight.device}, the communicator is on {self.comm.device}; convert x or the "
-                f"layer"
-            )
-            raise ValueError(message)
-        rope = self.norm_rope.rope
-        given = [name for name, table in (("cos", cos), ("sin", sin)) if table is not None]
-        if len(given) != (0 if rope == "none" else 2):
-            needs = "no tables" if rope == "none" else "cos and sin"
-            message = f"UlyssesAttention: rope {rope!r} takes {needs}, given are {given}"
-            raise ValueError(message)
-        shape = (x.shape[1], self.head_dim // 2)
-        for name, table in (("cos", cos), ("sin", sin)):
-            if table is None:
-                continue
-            fits = tuple(table.shape) in (shape, (x.shape[0], *shape))
-            if not fits or table.device != x.device:
-                message = (
-                    f"UlyssesAttention: {name} is {list(table.shape)} on {table.device} and must "
-                    f"be {list(shape)}, one angle a pair for each local row, or that for each "
-                    f"batch, on {x.device}"
-                )
-                raise ValueError(message)
+        k = transformed(self.k, self.k_norm)
+        return transformed(self.q, self.q_norm), k, v

@@ -29,7 +29,6 @@ using torch::stable::detail::to;
 
 constexpr const char* kOp = "qk_norm_rope_into";
 constexpr int64_t kAlignment = 16;
-constexpr size_t kUsualSharedBytes = size_t{40} << 10;  // beside the kernels' own, without asking
 
 struct Arguments {
   std::array<std::vector<Tensor>, 2> inputs;  // Q, K
@@ -177,17 +176,17 @@ NormRopeKernels kernels_of(ScalarType dtype) {
 
 const void* address(NormRopeKernel kernel) { return reinterpret_cast<const void*>(kernel); }
 
-// As many blocks as are at work at once, or fewer: each strides over what is left. To even out
-// their rounds by fewer blocks would leave multiprocessors with one block less than others.
-int64_t num_blocks(NormRopeKernel kernel, int threads, size_t staged_bytes, int64_t wanted,
-                   int64_t device) {
+// Blocks that leave every multiprocessor with the same number of rounds, or one more.
+int64_t num_blocks(NormRopeKernel kernel, int threads, int64_t wanted, int64_t device) {
   int on_one = 0;
   int processors = 0;
-  UOPS_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_one, address(kernel), threads,
-                                                                staged_bytes));
+  UOPS_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_one, address(kernel), threads, 0));
   UOPS_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
                                          static_cast<int>(device)));
-  return std::min(wanted, std::max<int64_t>(int64_t{on_one} * processors, 1));
+  const int64_t at_once = std::max<int64_t>(int64_t{on_one} * processors, 1);
+  const int64_t rounds = (wanted + at_once - 1) / at_once;
+  return (wanted + rounds - 1) / rounds;
 }
 
 void launch(const NormRopeParams& params, const Common& common) {
@@ -199,19 +198,11 @@ void launch(const NormRopeParams& params, const Common& common) {
   const int threads = across ? static_cast<int>(row_threads(params)) : kPerHeadThreads;
   const int64_t slots = kPerHeadThreads >> params.lanes_log2;
   const int64_t wanted = across ? params.num_rows : (params.num_tasks + slots - 1) / slots;
-  const size_t staged_bytes = static_cast<size_t>(threads) * 2 * kHeadsPerChunk *
-                              vector_elems(common.sizes) * common.sizes.itemsize;
-  if (staged_bytes > kUsualSharedBytes) {
-    UOPS_CUDA_CHECK(cudaFuncSetAttribute(address(kernel),
-                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(staged_bytes)));
-  }
-  const auto blocks =
-      static_cast<unsigned int>(num_blocks(kernel, threads, staged_bytes, wanted, common.device));
+  const auto blocks = static_cast<unsigned int>(num_blocks(kernel, threads, wanted, common.device));
   void* arguments[] = {const_cast<NormRopeParams*>(&params)};
   UOPS_CUDA_CHECK(cudaLaunchKernel(address(kernel), dim3(blocks),
-                                   dim3(static_cast<unsigned int>(threads)), arguments,
-                                   staged_bytes, current_stream(common.device)));
+                                   dim3(static_cast<unsigned int>(threads)), arguments, 0,
+                                   current_stream(common.device)));
 }
 
 Common common_of(const Arguments& arguments) {

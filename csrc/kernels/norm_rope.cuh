@@ -5,18 +5,14 @@
 //                  shuffle
 //   across_heads:  a block holds a row of Q and K in registers; sums by shuffle and shared memory
 //
-// Data move in vectors of 16 bytes, in float between load and store. What a thread needs next is
-// on its way into shared memory while it works on what it has.
+// Data move in vectors of 16 bytes, in float between load and store.
 #pragma once
 
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 #include <cutlass/numeric_conversion.h>
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/tensor.hpp>
-
-#include <type_traits>
 
 #include "norm_rope.h"
 #include "norm_rope_kernels.h"
@@ -43,23 +39,16 @@ __device__ auto make_fragment() {
   return cute::make_tensor<T>(LaneShape<kVec>{});
 }
 
-// `kCount` neighbouring floats, in vectors of up to 16 bytes; `from` is a tagged pointer of CuTe's.
-template <int kCount, class Pointer>
-__device__ void copy_floats(Pointer from, float* to) {
-  constexpr int kVec = kCount < 4 ? kCount : 4;
-  using Vectors = cute::Shape<cute::Int<kVec>, cute::Int<kCount / kVec>>;
-  const auto source = cute::make_tensor(from, Vectors{});
-  auto target = cute::make_tensor(cute::make_rmem_ptr(to), Vectors{});
-  auto fragment = cute::make_fragment_like(source);
-  cute::copy(cute::Copy_Atom<cute::UniversalCopy<cute::uint_bit_t<32 * kVec>>, float>{}, source,
-             fragment);
-  cute::copy(fragment, target);
-}
-
 struct TableCopy {
   template <int kCount>
   __device__ void floats(const float* from, float* to) const {
-    copy_floats<kCount>(cute::make_gmem_ptr(from), to);
+    constexpr int kVec = kCount < 4 ? kCount : 4;
+    using namespace cute;
+    const auto source = make_tensor(make_gmem_ptr(from), Shape<Int<kVec>, Int<kCount / kVec>>{});
+    auto target = make_tensor(make_rmem_ptr(to), Shape<Int<kVec>, Int<kCount / kVec>>{});
+    auto fragment = make_fragment_like(source);
+    copy(Copy_Atom<UniversalCopy<uint_bit_t<32 * kVec>>, float>{}, source, fragment);
+    copy(fragment, target);
   }
 };
 
@@ -99,8 +88,8 @@ __device__ void load_parameter(const void* parameter, bool is_float, int32_t hea
   const int64_t offset = static_cast<int64_t>(head) * head_dim;
   if (is_float) {
     const float* from = static_cast<const float*>(parameter) + offset + lane * kVec;
-    copy_floats<kVec>(cute::make_gmem_ptr(from), x);
-    copy_floats<kVec>(cute::make_gmem_ptr(from + head_dim / 2), x + kVec);
+    TableCopy().floats<kVec>(from, x);
+    TableCopy().floats<kVec>(from + head_dim / 2, x + kVec);
   } else {
     auto fragment = make_fragment<T, kVec>();
     cute::copy(VectorCopy<T, kVec>{},
@@ -110,91 +99,32 @@ __device__ void load_parameter(const void* parameter, bool is_float, int32_t hea
   }
 }
 
-// A slot's chunk of one row, as indices.
-struct Piece {
-  Place place;
-  Chunk chunk;
-  RowPlace row;
-
-  __device__ bool has(int head) const { return place.is_active && head < chunk.count; }
-};
-
-// Cosines and sines of the row; an idle lane reads nothing.
-template <int kVec>
-__device__ void load_angles(const NormRopeParams& params, const Piece& piece, float (&cos)[kVec],
-                            float (&sin)[kVec]) {
-  if (params.rope != Rope::kNone && piece.has(0)) {
-    load_pairs(params, params.cos, piece.row.seq, piece.place.lane, TableCopy(), cos);
-    load_pairs(params, params.sin, piece.row.seq, piece.place.lane, TableCopy(), sin);
-  }
-}
-
-// Shared memory of one thread, for what is on its way to it. Nobody else reads or writes it, so
-// waiting for one's own copies is all the synchronisation that it needs.
-template <class T, int kVec>
-class Stage {
- public:
-  using Vector = cute::uint_bit_t<8 * sizeof(T) * kVec>;
-
-  __device__ explicit Stage(void* shared) : mine_(static_cast<Vector*>(shared) + threadIdx.x) {}
-
-  __device__ void fetch(const NormRopeParams& params, const Piece& piece) {
-    const Span& span = params.spans[piece.chunk.span];
-    const T* in = static_cast<const T*>(span.in) + piece.place.lane * kVec +
-                  in_offset(params, span, piece.row, piece.chunk.head);
-    CUTE_UNROLL
-    for (int head = 0; head < kHeadsPerChunk; ++head) {
-      if (piece.has(head)) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const T* from = in + head * params.head_dim + half * (params.head_dim / 2);
-          Copy::copy(*reinterpret_cast<const Vector*>(from), at(head, half));
-        }
-      }
-    }
-    cute::cp_async_fence();
-  }
-
-  // What was fetched; zeros where there was nothing, so that sums may run over all lanes.
-  template <class Fragment>
-  __device__ void take(const Piece& piece, Fragment (&fragments)[kHeadsPerChunk]) {
-    cute::cp_async_wait<0>();
-    CUTE_UNROLL
-    for (int head = 0; head < kHeadsPerChunk; ++head) {
-      cute::clear(fragments[head]);
-      if (piece.has(head)) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<Vector*>(cute::raw_pointer_cast(&fragments[head](0, half))) =
-              at(head, half);
-        }
-      }
-    }
-  }
-
- private:
-  // Past the first-level cache, which only whole vectors of 16 bytes can do.
-  using Copy = std::conditional_t<sizeof(Vector) == 16, cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>,
-                                  cute::SM80_CP_ASYNC_CACHEALWAYS<Vector>>;
-
-  __device__ Vector& at(int head, int half) { return mine_[(2 * head + half) * blockDim.x]; }
-
-  Vector* mine_;
-};
-
-// A piece in registers.
+// A slot's chunk of one row, in registers.
 template <class T, int kVec>
 class ChunkOfRow {
  public:
-  __device__ ChunkOfRow(const NormRopeParams& params, const Piece& piece, Stage<T, kVec>& stage)
-      : params_(params), piece_(piece), span_(params.spans[piece.chunk.span]) {
-    stage.take(piece, fragments_);
-  }
+  __device__ ChunkOfRow(const NormRopeParams& params, Place place, Chunk chunk, RowPlace row)
+      : params_(params), place_(place), chunk_(chunk), row_(row), span_(params.spans[chunk.span]) {}
 
-  __device__ bool has(int head) const { return piece_.has(head); }
+  __device__ bool has(int head) const { return place_.is_active && head < chunk_.count; }
   __device__ int32_t tensor() const { return span_.tensor; }
   __device__ int32_t head_of_tensor(int head) const {
-    return span_.first_head + piece_.chunk.head + head;
+    return span_.first_head + chunk_.head + head;
+  }
+
+  // Zeros where there is nothing, so that sums may run over all lanes.
+  __device__ void load() {
+    const T* in = static_cast<const T*>(span_.in) + in_offset(params_, span_, row_, chunk_.head);
+    CUTE_UNROLL
+    for (int head = 0; head < kHeadsPerChunk; ++head) {
+      if (has(head)) {
+        cute::copy(VectorCopy<T, kVec>{},
+                   lane_of_head<kVec>(in + head * params_.head_dim, place_.lane, params_.head_dim),
+                   fragments_[head]);
+      } else {
+        cute::clear(fragments_[head]);
+      }
+    }
   }
 
   // z = x + bias. Worked out twice rather than kept: as floats it takes twice the registers.
@@ -202,7 +132,7 @@ class ChunkOfRow {
     to_floats<T, kVec>(fragments_[head], z);
     if (const void* bias = params_.bias[span_.tensor]; bias != nullptr && has(head)) {
       float b[2 * kVec];
-      load_parameter<T, kVec>(bias, params_.bias_is_float, head_of_tensor(head), piece_.place.lane,
+      load_parameter<T, kVec>(bias, params_.bias_is_float, head_of_tensor(head), place_.lane,
                               params_.head_dim, b);
       CUTE_UNROLL
       for (int i = 0; i < 2 * kVec; ++i) {
@@ -228,17 +158,26 @@ class ChunkOfRow {
     float y[2 * kVec];
     rotate<kRope>(rotation, scale, z, y);
     from_floats<T, kVec>(y, fragments_[head]);
-    T* out = static_cast<T*>(span_.out) +
-             out_offset(params_, span_, piece_.row, piece_.chunk.head + head);
+    T* out = static_cast<T*>(span_.out) + out_offset(params_, span_, row_, chunk_.head + head);
     cute::copy(VectorCopy<T, kVec>{}, fragments_[head],
-               lane_of_head<kVec>(out, piece_.place.lane, params_.head_dim));
+               lane_of_head<kVec>(out, place_.lane, params_.head_dim));
+  }
+
+  // Cosines and sines of the row; an idle lane reads nothing.
+  __device__ void load_angles(float (&cos)[kVec], float (&sin)[kVec]) const {
+    if (params_.rope != Rope::kNone && place_.is_active) {
+      load_pairs(params_, params_.cos, row_.seq, place_.lane, TableCopy(), cos);
+      load_pairs(params_, params_.sin, row_.seq, place_.lane, TableCopy(), sin);
+    }
   }
 
  private:
   using Fragment = decltype(make_fragment<T, kVec>());
 
   const NormRopeParams& params_;
-  const Piece piece_;
+  const Place place_;
+  const Chunk chunk_;
+  const RowPlace row_;
   const Span& span_;
   Fragment fragments_[kHeadsPerChunk];
 };
@@ -263,25 +202,6 @@ template <class T, int kVec>
 __global__ void __launch_bounds__(kPerHeadThreads, 2)
     per_head(const __grid_constant__ NormRopeParams params) {
   __shared__ __align__(16) float weights[2][kMaxHeadDim];
-  extern __shared__ __align__(16) char staged[];
-  const Place place = place_of<kVec>(params, threadIdx.x);
-  const uint32_t num_slots = kPerHeadThreads >> params.lanes_log2;
-  const auto piece_of = [&](uint32_t task) {
-    Piece piece{place, {}, {}};  // of no heads, where tasks end
-    if (task < params.num_tasks) {
-      const uint32_t row = params.chunks_per_row.quotient(task);
-      piece.chunk = chunk_at(params, task - row * params.chunks_per_row.value);
-      piece.row = row_place(params, row);
-    }
-    return piece;
-  };
-  Stage<T, kVec> stage(staged);
-  Piece next = piece_of(blockIdx.x * num_slots + place.slot);
-  stage.fetch(params, next);
-  float cos[kVec] = {};
-  float sin[kVec] = {};
-  load_angles(params, next, cos, sin);
-
   for (int i = threadIdx.x; i < 2 * kMaxHeadDim; i += kPerHeadThreads) {
     const int tensor = i / kMaxHeadDim;
     const int d = i % kMaxHeadDim;
@@ -295,13 +215,23 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
   }
   __syncthreads();
 
-  const float per_elem = 1.0F / static_cast<float>(params.head_dim);
+  const Place place = place_of<kVec>(params, threadIdx.x);
+  const uint32_t num_slots = kPerHeadThreads >> params.lanes_log2;
   // All threads make all rounds, with nothing to do in some: shuffles need whole warps.
   for (uint32_t first = blockIdx.x * num_slots; first < params.num_tasks;
        first += gridDim.x * num_slots) {
-    ChunkOfRow<T, kVec> data(params, next, stage);
-    next = piece_of(first + gridDim.x * num_slots + place.slot);
-    stage.fetch(params, next);
+    const uint32_t task = first + place.slot;
+    const bool has_task = task < params.num_tasks;
+    const uint32_t row = has_task ? params.chunks_per_row.quotient(task) : 0;
+    Chunk chunk;
+    if (has_task) {
+      chunk = chunk_at(params, task - row * params.chunks_per_row.value);
+    }
+    ChunkOfRow<T, kVec> data(params, place, chunk, row_place(params, row));
+    data.load();
+    float cos[kVec] = {};
+    float sin[kVec] = {};
+    data.load_angles(cos, sin);
 
     float scale[kHeadsPerChunk];
     CUTE_UNROLL
@@ -314,14 +244,17 @@ __global__ void __launch_bounds__(kPerHeadThreads, 2)
         scale[head] += __shfl_xor_sync(0xffffffffU, scale[head], step);
       }
     }
+    const float per_elem = 1.0F / static_cast<float>(params.head_dim);
     float weight[2 * kVec];
     const float* from = &weights[data.tensor()][place.is_active ? place.lane * kVec : 0];
-    copy_floats<kVec>(cute::make_smem_ptr(from), weight);
-    copy_floats<kVec>(cute::make_smem_ptr(from + params.head_dim / 2), weight + kVec);
+    CUTE_UNROLL
+    for (int i = 0; i < kVec; ++i) {
+      weight[i] = from[i];
+      weight[kVec + i] = from[params.head_dim / 2 + i];
+    }
     with_rope(params.rope, [&]<Rope kRope>() {
       Rotation<kVec> rotation;
       weigh<kRope>(weight, cos, sin, rotation);
-      load_angles(params, next, cos, sin);
       CUTE_UNROLL
       for (int head = 0; head < kHeadsPerChunk; ++head) {
         if (data.has(head)) {
@@ -341,38 +274,28 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   constexpr int kMaxWarps = kMaxRowThreads / 32;
   // Two sets in turn: a warp may be a row ahead of one that still reads, and never two.
   __shared__ float partial[2][2][kMaxWarps];
-  extern __shared__ __align__(16) char staged[];
   const Place place = place_of<kVec>(params, threadIdx.x);
   Chunk chunk;
   if (place.slot < params.chunks_per_row.value) {
     chunk = chunk_at(params, place.slot);
   }
-  const int32_t tensor = params.spans[chunk.span].tensor;
-  const float per_elem = 1.0F / (static_cast<float>(params.num_heads[tensor]) * params.head_dim);
   const int num_warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32;
-  const auto piece_of = [&](uint32_t row) {
-    return row < params.num_rows ? Piece{place, chunk, row_place(params, row)} : Piece{};
-  };
-  Stage<T, kVec> stage(staged);
-  Piece next = piece_of(blockIdx.x);
-  stage.fetch(params, next);
-  float cos[kVec] = {};
-  float sin[kVec] = {};
-  load_angles(params, next, cos, sin);
   int set = 0;
   for (uint32_t row = blockIdx.x; row < params.num_rows; row += gridDim.x, set ^= 1) {
-    ChunkOfRow<T, kVec> data(params, next, stage);
-    next = piece_of(row + gridDim.x);
-    stage.fetch(params, next);
+    ChunkOfRow<T, kVec> data(params, place, chunk, row_place(params, row));
+    data.load();
+    float cos[kVec] = {};
+    float sin[kVec] = {};
+    data.load_angles(cos, sin);
 
     float sum = 0.0F;
     CUTE_UNROLL
     for (int head = 0; head < kHeadsPerChunk; ++head) {
       sum += data.sum_of_squares(head);
     }
-    float q_sum = tensor == 0 ? sum : 0.0F;
-    float k_sum = tensor == 0 ? 0.0F : sum;
+    float q_sum = data.tensor() == 0 ? sum : 0.0F;
+    float k_sum = data.tensor() == 0 ? 0.0F : sum;
     CUTE_UNROLL
     for (int step = 16; step > 0; step >>= 1) {
       q_sum += __shfl_xor_sync(0xffffffffU, q_sum, step);
@@ -385,9 +308,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     __syncthreads();
     float total = 0.0F;
     for (int i = 0; i < num_warps; ++i) {
-      total += partial[set][tensor][i];
+      total += partial[set][data.tensor()][i];
     }
-    const float scale = rsqrtf(total * per_elem + params.eps);
+    const int32_t tensor = data.tensor();
+    const float elems = static_cast<float>(params.num_heads[tensor]) * params.head_dim;
+    const float scale = rsqrtf(total / elems + params.eps);
     with_rope(params.rope, [&]<Rope kRope>() {
       // Each head has weights of its own: they go into z, and the rotation stays as it is.
       float ones[2 * kVec];
@@ -397,7 +322,6 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
       Rotation<kVec> rotation;
       weigh<kRope>(ones, cos, sin, rotation);
-      load_angles(params, next, cos, sin);
       CUTE_UNROLL
       for (int head = 0; head < kHeadsPerChunk; ++head) {
         if (data.has(head)) {

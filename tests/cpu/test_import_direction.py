@@ -56,6 +56,7 @@ ORDER = (
     "planner",
     "peers_first",
     "projections",
+    "layer_checks",
     "layer",
     "__init__",
     "graphs",

@@ -176,6 +176,7 @@ def launches_of_a_step(rank: int, world_size: int) -> dict[str, int]:
         return counts
 
 
+@pytest.mark.two_gpus  # a shared one is slow enough for the watchdog to look, by copies of its own
 def test_a_step_is_one_launch(pair: RankPool) -> None:
     assert pair.run(launches_of_a_step, timeout_s=60) == [{"cudaGraphLaunch": 3}] * 2
 

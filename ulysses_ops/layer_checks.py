@@ -1,0 +1,59 @@
+"""What :class:`ulysses_ops.UlyssesAttention` refuses of its inputs, before any rank waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norm_rope_checks import Rope
+
+
+def check_inputs(x: Tensor, weight: Tensor, device: torch.device) -> None:
+    """Refuse rows that the projections cannot take.
+
+    Args:
+        x: ``(B, S_local, width)``.
+        weight: Of a projection, ``(out, width)``.
+        device: Of the communicator.
+
+    Raises:
+        ValueError: shape, dtype or device is wrong.
+    """
+    width = weight.shape[1]
+    if x.dim() != 3 or x.shape[2] != width or 0 in x.shape:
+        message = (
+            f"UlyssesAttention: x is {list(x.shape)} and must be (B, S_local, {width}), none of "
+            f"them 0"
+        )
+        raise ValueError(message)
+    if x.dtype != weight.dtype or x.device != weight.device or x.device != device:
+        message = (
+            f"UlyssesAttention: x is {x.dtype} on {x.device}, weights are {weight.dtype} on "
+            f"{weight.device}, the communicator is on {device}; convert x or the layer"
+        )
+        raise ValueError(message)
+
+
+def check_tables(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, *, rope: Rope, head_dim: int
+) -> None:
+    """Refuse tables of angles that do not fit the rows of ``x``, or that nobody uses.
+
+    Raises:
+        ValueError: a table is missing, of no use, of another shape or elsewhere.
+    """
+    given = {name: table for name, table in (("cos", cos), ("sin", sin)) if table is not None}
+    if len(given) != (0 if rope == "none" else 2):
+        needs = "no tables" if rope == "none" else "cos and sin"
+        message = f"UlyssesAttention: rope {rope!r} takes {needs}, given are {list(given)}"
+        raise ValueError(message)
+    shape = (x.shape[1], head_dim // 2)
+    for name, table in given.items():
+        fits = tuple(table.shape) in (shape, (x.shape[0], *shape))
+        if not fits or table.device != x.device:
+            message = (
+                f"UlyssesAttention: {name} is {list(table.shape)} on {table.device} and must be "
+                f"{list(shape)}, one angle a pair for each local row, or that for each batch, on "
+                f"{x.device}"
+            )
+            raise ValueError(message)
