@@ -233,4 +233,7 @@ class _Ranks:
         if rank in restarted:
             after = [*filter(None, [restarted[rank].failure]), *restarted[rank].leaks]
         said = f"rank {rank}: {entry.ending} at {entry.step}"
+        exit_code = self._processes[rank].exitcode
+        if exit_code != 0:
+            after = [*after, f"ended with {exit_code}"]
         return "; ".join([said, *filter(None, [entry.text]), *after])

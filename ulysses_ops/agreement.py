@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 POLL_S = 0.002
-SLICE_S = 0.25
 COMPLETE = "complete"
 
 
@@ -187,19 +185,18 @@ class Agreement:
     def _wait(self, keys: list[str]) -> list[int]:
         """Wait for every record, within the limit, and return the ranks whose record is missing.
 
-        In one long wait a process would not hear of Ctrl-C before its end.
+        Asks again and again: in one long wait a process would not hear of Ctrl-C before its end.
         """
         deadline = time.monotonic() + self.timeout_s
+        pause_s = POLL_S / 8
         while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            try:
-                self._store.wait(keys, timedelta(seconds=min(left_s, SLICE_S)))
-            except RuntimeError:
-                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if absent and time.monotonic() < deadline:
-                    continue
-                return absent
-            return []
+            is_over = time.monotonic() > deadline  # who is there when one looks after that has come
+            if self._store.check(keys):
+                return []
+            if is_over:
+                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 4 * POLL_S)
 
     def attempt(self, topic: str, step: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Try a local step on every rank and learn how it went everywhere.

@@ -65,9 +65,9 @@ def _is_over(work: dist.Work) -> bool:
     try:
         work.wait(SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended well just now
     return True
 
 
