@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TypeVar
 
 from ulysses_ops.errors import UlyssesError
@@ -21,6 +22,7 @@ from ulysses_ops.tools.launch import local_store
 
 T = TypeVar("T")
 
+STOP_S = 5.0
 START_S = 60.0
 SETTLE_S = 30.0  # closing may take 10 s twice over; a wait and the clean cycles come on top
 Work = Callable[[Setting, "Fault | None", int, int, Connection], None]
@@ -85,6 +87,13 @@ def run_cell(setting: Setting, fault: Fault, *, work: Work = run_rank) -> Cell:
     """
     with _Ranks(setting, fault, work) as ranks:
         return ranks.play()[0]
+
+
+def _state(pid: int) -> str:
+    """One letter: ``T`` is stopped."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return ""
 
 
 class _Ranks:
@@ -175,14 +184,17 @@ class _Ranks:
 
     def _continue_later(self, rank: int) -> None:
         """This rank stops itself now."""
+        pid = self._processes[rank].pid
+        assert pid is not None
 
         def go_on() -> None:
-            pid = self._processes[rank].pid
-            assert pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-        timer = threading.Timer(max(SHORTER * self._setting.limit_s, 0.2), go_on)
+        until = time.monotonic() + STOP_S
+        while _state(pid) != "T" and time.monotonic() < until:
+            time.sleep(0.005)
+        timer = threading.Timer(SHORTER * self._setting.limit_s, go_on)
         timer.start()
         self._timers.append(timer)
 
@@ -193,7 +205,7 @@ class _Ranks:
         left = [told[rank] for rank in sorted(expected) if rank in told]
         unheard = sorted(expected - set(told)) or sorted(expected - set(restarted))
         problems = (
-            (any(exits[rank] is None for rank in unheard), "hang"),
+            (any(exits[rank] is None for rank in expected), "hang"),
             (bool(unheard) or any(exits[rank] != 0 for rank in expected), "died"),
             (any(exits[rank] != -signal.SIGKILL for rank in killed), "not killed"),
             (any(entry.ending == "wrong" for entry in left), "wrong data"),

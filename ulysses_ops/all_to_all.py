@@ -82,7 +82,7 @@ def compare(comm: UlyssesCommunicator, name: str, failure: str) -> None:
     """
     text = shortened(f"{FAILED}{failure}" if failure else name).ljust(NAME_BYTES)
     sent = torch.frombuffer(bytearray(text * comm.world_size), dtype=torch.uint8)
-    received = torch.empty_like(sent)
+    received = torch.frombuffer(bytearray(sent.numel()), dtype=torch.uint8)
     sizes = [NAME_BYTES] * comm.world_size
     all_to_all(comm, received, sent, sizes, sizes)
     told = [
