@@ -33,7 +33,7 @@ from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import reserve
 
 STEPS = ("construction", "reserve", "exchange", "capture", "replay", "teardown")
-GROUP_LIMIT_S = 30.0
+GROUP_LIMIT_S = 30.0  # of what nothing strikes: on a busy machine a rank may be kept waiting
 
 Ending = Literal["right", "refused", "injected", "unnamed", "wrong", "dropped"]
 
@@ -91,9 +91,12 @@ class Restarted:
 class Cycle:
     """The steps of one life of a communicator on one rank."""
 
-    def __init__(self, setting: Setting, device: torch.device, name: str) -> None:
+    def __init__(
+        self, setting: Setting, device: torch.device, name: str, limit_s: float = GROUP_LIMIT_S
+    ) -> None:
         """Nothing is constructed yet."""
         self._setting = setting
+        self._limit_s = limit_s
         self._device = device
         self._name = name
         self._comm: UlyssesCommunicator | None = None
@@ -113,7 +116,7 @@ class Cycle:
             device=self._device,
             transport="gloo" if self._device.type == "cpu" else "ce",
             name=self._name,
-            timeout_s=self._setting.limit_s,
+            timeout_s=self._limit_s,
             allow_shared_devices=self._setting.launch.shares_devices,
         )
         enter("reserve")
@@ -178,7 +181,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
 def _struck(setting: Setting, fault: Fault | None, device: torch.device, line: Connection) -> Told:
     begin = time.monotonic()
     at = [""]
-    cycle = Cycle(setting, device, "struck")
+    cycle = Cycle(setting, device, "struck", setting.limit_s)
     ending: Ending = "right"
     text = ""
     with Injector(fault, setting.limit_s, lambda: line.send("stopping")) as injector:
