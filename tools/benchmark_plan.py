@@ -8,9 +8,11 @@ from typing import Any
 
 from ulysses_ops.tools.benchmark_job import SECTIONS, BenchmarkJob
 from ulysses_ops.tools.block_job import SECTION as BLOCK
-from ulysses_ops.tools.block_job import BlockJob
+from ulysses_ops.tools.block_job import VARIANTS_OF, BlockJob
+from ulysses_ops.tools.block_variants import select_variants
 from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.parity import ParityJob
+from ulysses_ops.tools.projection_variants import QKV
 from ulysses_ops.tools.replays import ReplayJob
 from ulysses_ops.tools.report import ResumeFrom
 from ulysses_ops.tools.shapes import (
@@ -31,7 +33,7 @@ PRODUCTION_REPLAYS = 200
 CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
 EVERYTHING = (*SECTIONS, BLOCK)
-KNOWN = (*EVERYTHING, STEP)  # whole models are run when they are named
+KNOWN = (*EVERYTHING, QKV, STEP)  # a stage, and whole models, are run when they are named
 CPU_STEPS = 3
 
 
@@ -123,15 +125,15 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
         ValueError: a name is unknown.
     """
     insisted = (choice.transport, choice.mapping, choice.signal)
-    sections = tuple(name for name in choice.sections if name not in (BLOCK, STEP))
+    sections = tuple(name for name in choice.sections if name not in (BLOCK, QKV, STEP))
     plans = []
     if sections:
         job = BenchmarkJob(
             select_shapes(choice.shapes), effort, sections, *insisted, choice.resume_from(STEP_FILE)
         )
         plans.append(Plan(launch, [job], STEP_FILE))
-    if BLOCK in choice.sections:
-        plans.append(Plan(launch, [_block_job(choice, effort)], BLOCK))
+    stages = [op for op in (BLOCK, QKV) if op in choice.sections]
+    plans += [Plan(launch, [_block_job(choice, effort, op)], op) for op in stages]
     if STEP in choice.sections:
         plans += [Plan(launch, [job], _step_file(job)) for job in _step_jobs(choice, effort)]
     return plans
@@ -158,7 +160,8 @@ def _step_file(job: StepJob) -> str:
     return f"{STEP}_{job.case.model.key}"
 
 
-def _block_job(choice: Choice, effort: Effort) -> BlockJob:
+def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
+    select_variants(choice.variants, VARIANTS_OF[op])  # refused here rather than by the ranks
     # Half the batch: there are twice as many variants as elsewhere, and long steps beside them.
     return BlockJob(
         select_shapes(choice.shapes, BLOCKS),
@@ -167,7 +170,8 @@ def _block_job(choice: Choice, effort: Effort) -> BlockJob:
         transport=choice.transport,
         mapping=choice.mapping,
         signal=choice.signal,
-        resume=choice.resume_from(BLOCK),
+        resume=choice.resume_from(op),
+        op=op,
     )
 
 
@@ -208,7 +212,7 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         message = f"world_size={world_size} splits none of the small shapes; use 2 ranks"
         raise ValueError(message)
     effort = Effort(3, 2.0, until=None)
-    sections = tuple(name for name in choice.sections if name not in (BLOCK, STEP))
+    sections = tuple(name for name in choice.sections if name not in (BLOCK, QKV, STEP))
     jobs: list[Any] = []
     if choice.only == "all":
         jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))
@@ -217,9 +221,12 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         wanted = tuple(name for name in sections if name in names)
         if wanted:
             jobs.append(BenchmarkJob(shapes, effort, wanted, choice.transport))
-    if BLOCK in choice.sections:
-        blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
-        jobs.append(BlockJob(blocks, effort, choice.variants, transport=choice.transport))
+    blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
+    jobs += [
+        BlockJob(blocks, effort, choice.variants, transport=choice.transport, op=op)
+        for op in (BLOCK, QKV)
+        if op in choice.sections
+    ]
     if STEP in choice.sections:
         jobs += [StepJob(case, effort, choice.variants, CPU_STEPS) for case in TINY_CASES]
     if choice.only == "all":

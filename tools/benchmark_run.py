@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.benchmark_plan import Plan
+from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import BlockJob
 from ulysses_ops.tools.block_trial import TrialJob, Tried, try_variants, unavailable
 from ulysses_ops.tools.block_variants import select_variants
@@ -81,7 +83,7 @@ def run_plans(console: Console, plans: list[Plan], keeping: Keeping, limit_s: fl
 def _run_plan(plan: Plan, limit_s: float, keeping: Keeping, finished: Finished, say: Say) -> None:
     until = time.monotonic() + limit_s
     tried = _try_blocks(plan, limit_s * TRIAL_PART, say)
-    jobs = [with_trials(job, tried) if isinstance(job, BlockJob) else job for job in plan.jobs]
+    jobs = [with_trials(job, tried) if _is_block(job) else job for job in plan.jobs]
     parts: list[Outcome] = []
 
     def keep(part: Outcome) -> None:
@@ -106,7 +108,7 @@ def _run_plan(plan: Plan, limit_s: float, keeping: Keeping, finished: Finished, 
 
 def _try_blocks(plan: Plan, limit_s: float, say: Say) -> dict[str, Tried]:
     """Try variants ahead of the launch that times them; on GPUs, where they can do harm."""
-    jobs = [job for job in plan.jobs if isinstance(job, BlockJob)]
+    jobs = [job for job in plan.jobs if _is_block(job)]
     if not jobs or not jobs[0].shapes:
         return {}
     (job,) = jobs
@@ -117,6 +119,10 @@ def _try_blocks(plan: Plan, limit_s: float, say: Say) -> dict[str, Tried]:
     names = tuple(v.name for v in select_variants(job.variants) if v.name not in known)
     trial = TrialJob(job.shapes[0], names, job.transport, job.mapping, job.signal)
     return tried | try_variants(trial, _trial_launch(plan.launch, limit_s), say)
+
+
+def _is_block(job: Any) -> bool:
+    return isinstance(job, BlockJob) and job.op == BLOCK
 
 
 def _trial_launch(launch: Launch, limit_s: float) -> Launch:

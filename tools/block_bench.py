@@ -15,7 +15,7 @@ from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs import CapturedStep, capture_step
 from ulysses_ops.tools.attempts import attempt
 from ulysses_ops.tools.baselines import PlainGraph
-from ulysses_ops.tools.block_setting import Setting
+from ulysses_ops.tools.block_setting import Outputs, Setting
 from ulysses_ops.tools.block_variants import NAIVE, BlockVariant
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.peak_memory import allocated_bytes, peak_bytes, reset_peak
@@ -41,7 +41,7 @@ class Built:
 
     variant: BlockVariant
     mode: Mode
-    run: Callable[[], Tensor]
+    run: Callable[[], Outputs]
     peak_bytes: int | None = None
     exact: bool | None = None
     error: float | None = None
@@ -103,14 +103,16 @@ class BlockBench:
         else:
             self.built[key] = made.value
 
-    def _run_eagerly(self, variant: BlockVariant, run: Callable[[], Tensor], buffers: int) -> Built:
+    def _run_eagerly(
+        self, variant: BlockVariant, run: Callable[[], Outputs], buffers: int
+    ) -> Built:
         context = self.setting.context
         before = reset_peak(context.device)
         run()
         context.finish(f"{variant.name}, first run")
         return Built(variant, "eager", run, peak_bytes(context.device, before, buffers))
 
-    def _capture(self, variant: BlockVariant, run: Callable[[], Tensor], buffers: int) -> Built:
+    def _capture(self, variant: BlockVariant, run: Callable[[], Outputs], buffers: int) -> Built:
         context = self.setting.context
         what = f"block, {variant.name}"
         before = reset_peak(context.device)
@@ -138,26 +140,28 @@ class BlockBench:
             message = f"block: the {NAIVE} variant does not run: {self.not_run}"
             raise UlyssesError(message)
         self.x.copy_(random_values(tuple(self.x.shape), context, context.rank, 601))
-        reference = self._output_of(self.built[f"{NAIVE}/eager"])
+        reference = self._outputs_of(self.built[f"{NAIVE}/eager"])
         for built in self.built.values():
             if built.variant.is_blind:
                 continue
-            output = self._output_of(built)
+            pairs = list(zip(self._outputs_of(built), reference, strict=True))
             if built.variant.compares_bits:
-                built.exact = context.agree(torch.equal(output, reference))
+                built.exact = context.agree(all(torch.equal(*pair) for pair in pairs))
             else:
-                built.error = max(context.gather(_relative_error(output, reference)))
+                error = max(_relative_error(*pair) for pair in pairs)
+                built.error = max(context.gather(error))
         off = {key: built.error for key, built in self.built.items() if _is_off(built.error)}
-        for key, error in off.items():
-            self.not_run[key] = f"its output is off by {error:.1e} of the naive variant's norm"
+        for key, by in off.items():
+            self.not_run[key] = f"its output is off by {by:.1e} of the naive variant's norm"
             del self.built[key]
 
-    def _output_of(self, built: Built) -> Tensor:
+    def _outputs_of(self, built: Built) -> list[Tensor]:
         context = self.setting.context
         context.line_up(f"check of {built.key}")
-        output = built.run().clone()
+        output = built.run()
+        kept = [part.clone() for part in ((output,) if isinstance(output, Tensor) else output)]
         context.finish(f"check of {built.key}")
-        return output
+        return kept
 
     def host_us(self, built: Built) -> float:
         """Median time that the slowest rank's host takes to enqueue a run. Collective."""

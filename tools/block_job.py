@@ -8,9 +8,10 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.block import WeightStore, block_flops
 from ulysses_ops.tools.block_rows import BlockSite, block_rows, give_memory_back
 from ulysses_ops.tools.block_trial import open_zero_cta
-from ulysses_ops.tools.block_variants import BlockVariant, select_variants
+from ulysses_ops.tools.block_variants import VARIANTS, BlockVariant, select_variants
 from ulysses_ops.tools.budget import Budget
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.projection_variants import PROJECTIONS, QKV
 from ulysses_ops.tools.replays import PARTING_S
 from ulysses_ops.tools.report import NO_TIME, Report, ResumeFrom, describe_transport
 from ulysses_ops.tools.results import Row
@@ -20,6 +21,7 @@ from ulysses_ops.tools.zero_cta import NAME as ZERO_CTA
 from ulysses_ops.tools.zero_cta import ZeroCta
 
 SECTION = "block"
+VARIANTS_OF = {SECTION: VARIANTS, QKV: PROJECTIONS}
 LONG_FLOPS = 5e12  # from here on a block takes some 10 ms, and fewer rounds will do
 LONG_ROUNDS = 5
 SHORT_ROUNDS = 8
@@ -40,6 +42,7 @@ class BlockJob:
         mapping: Mapping to insist on.
         signal: Signal to insist on.
         resume: An earlier run to go on with.
+        op: The whole block, or its stage ``"qkv"`` before attention.
     """
 
     shapes: tuple[Shape, ...]
@@ -51,27 +54,27 @@ class BlockJob:
     mapping: str | None = None
     signal: str | None = None
     resume: ResumeFrom | None = None
+    op: str = SECTION
 
 
 def run_block_job(context: RankContext, job: BlockJob, report: Report) -> None:
     """Measure every shape that the report lacks. Collective."""
     if job.resume is not None:
         report.resume(job.resume)
-    variants = select_variants(job.variants)
+    variants = select_variants(job.variants, VARIANTS_OF[job.op])
     not_run = dict(job.not_run)
-    shapes = [shape for shape in job.shapes if not report.has(_section(shape))]
+    shapes = [shape for shape in job.shapes if not report.has(_section(job, shape))]
     zero_cta = _zero_cta(context, shapes, variants, not_run)
     for name, reason in not_run.items():
-        report.leave_out(f"{SECTION}: {name}", reason)
+        report.leave_out(f"{job.op}: {name}", reason)
     site = BlockSite(context, WeightStore(), zero_cta)
-    weights = {
-        _section(shape): FIXED_FLOPS + block_flops(shape, context.world_size) for shape in shapes
-    }
+    flops = {_section(job, shape): block_flops(shape, context.world_size) for shape in shapes}
+    weights = {section: FIXED_FLOPS + count for section, count in flops.items()}
     budget = Budget(context.deadline - PARTING_S, weights)
     for shape in shapes:
-        effort = budget.effort(_section(shape), _effort(job, shape, context))
+        effort = budget.effort(_section(job, shape), _effort(job, shape, context))
         if context.gather(budget.left_s <= 0)[0]:
-            report.leave_out(_section(shape), NO_TIME)
+            report.leave_out(_section(job, shape), NO_TIME)
             continue
         _measure(site, job, shape, variants, effort, not_run, report)
         give_memory_back(context.device)
@@ -79,8 +82,8 @@ def run_block_job(context: RankContext, job: BlockJob, report: Report) -> None:
         zero_cta.close()
 
 
-def _section(shape: Shape) -> str:
-    return f"{SECTION}/{shape.key}"
+def _section(job: BlockJob, shape: Shape) -> str:
+    return f"{job.op}/{shape.key}"
 
 
 def _effort(job: BlockJob, shape: Shape, context: RankContext) -> Effort:
@@ -114,17 +117,17 @@ def _measure(
         transport=job.transport,
         mapping=job.mapping,  # type: ignore[arg-type]  # the communicator checks it
         signal=job.signal,  # type: ignore[arg-type]
-        name=f"bench.block.{shape.key}",
+        name=f"bench.{job.op}.{shape.key}",
     )
     with comm:
         report.transport = report.transport or describe_transport(comm)
-        rows = block_rows(site, comm, shape, variants, effort, found)
+        rows = block_rows(site, comm, shape, variants, effort, found, job.op)
     here = {
-        f"{_section(shape)}: {name}": reason
+        f"{_section(job, shape)}: {name}": reason
         for name, reason in found.items()
         if name not in not_run
     }
-    report.add(_section(shape), [_counted(row, job.launches) for row in rows], here)
+    report.add(_section(job, shape), [_counted(row, job.launches) for row in rows], here)
 
 
 def _counted(row: Row, launches: dict[str, int]) -> Row:

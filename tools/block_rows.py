@@ -17,12 +17,11 @@ from ulysses_ops.tools.block_setting import Setting
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.paired import tax_percent
+from ulysses_ops.tools.projection_variants import GEMMS, QKV
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
 from ulysses_ops.tools.zero_cta import ZeroCta
-
-OP = "block"
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ def block_rows(
     variants: Sequence[BlockVariant],
     effort: Effort,
     not_run: dict[str, str],
+    op: str = "block",
 ) -> list[Row]:
-    """Check and time the block at one shape. Collective.
+    """Check and time the block, or a stage of it, at one shape. Collective.
 
     Args:
         site: Where.
@@ -57,14 +57,17 @@ def block_rows(
         variants: What to measure.
         effort: How long.
         not_run: Reasons by variant, or ``variant/mode``; those of this shape are added.
+        op: What the variants do: ``"block"``, or ``"qkv"``.
     """
     with ExitStack() as closing:
         bench = open_block(site, comm, shape, variants, not_run, closing)
         not_run.update(bench.not_run)
         runs = {key: Variant(built.run) for key, built in bench.built.items()}
-        times = measure(site.context, runs, effort, f"{shape.title}, block")
+        times = measure(site.context, runs, effort, f"{shape.title}, {op}")
         host_us = {key: bench.host_us(built) for key, built in bench.built.items()}
-        return [_row(shape, comm, built, times, host_us[key]) for key, built in bench.built.items()]
+        return [
+            _row(op, shape, comm, built, times, host_us[key]) for key, built in bench.built.items()
+        ]
 
 
 def open_block(
@@ -94,6 +97,7 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def _row(
+    op: str,
     shape: Shape,
     comm: UlyssesCommunicator,
     built: Built,
@@ -111,9 +115,10 @@ def _row(
         if theirs is not None and variant.name == OURS
     }
     same = naive[mode]
-    sent = 0 if variant.is_blind else 4  # V, K, Q and the output
+    sent = 0 if variant.is_blind else 3 if op == QKV else 4  # V, K, Q, and the output
+    bare = times.get(f"{GEMMS}/{mode}")
     return Row.of_times(
-        OP,
+        op,
         shape,
         world_size=comm.world_size,
         transport=variant.transport(comm),
@@ -133,5 +138,6 @@ def _row(
             "variant": variant.name,
             "rounds": len(mine.round_us),
             "relative_error": built.error,
+            **({} if bare is None else {"ratio_to_gemm": paired_ratio(mine, bare)}),
         },
     )

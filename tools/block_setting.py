@@ -13,7 +13,8 @@ from ulysses_ops.tools import zero_cta
 from ulysses_ops.tools.block import Block
 from ulysses_ops.tools.launch import RankContext
 
-Run = Callable[[Tensor], Tensor]
+Outputs = Tensor | tuple[Tensor, ...]
+Run = Callable[[Tensor], Outputs]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ line in ``VARIANTS``. What it allocates is closed by ``Setting.closing``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -216,17 +216,19 @@ VARIANTS = (
 NOT_BUILT = {"all_to_all_nd": rivals.why_no_all_to_all_nd}
 
 
-def select_variants(names: str) -> tuple[BlockVariant, ...]:
+def select_variants(
+    names: str, among: Sequence[BlockVariant] = VARIANTS
+) -> tuple[BlockVariant, ...]:
     """Variants named in a comma-separated list, or all; those that others are compared with stay.
 
     Raises:
         ValueError: a name is unknown.
     """
-    known = [variant.name for variant in VARIANTS]
+    known = [variant.name for variant in among]
     wanted = known if names == "all" else [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         message = f"variants: {unknown} are unknown; choose from {known} or 'all'"
         raise ValueError(message)
     kept = {COMPUTE, NAIVE, *wanted}
-    return tuple(variant for variant in VARIANTS if variant.name in kept)
+    return tuple(variant for variant in among if variant.name in kept)

@@ -51,31 +51,37 @@ def layer_variant(
     """The block in one schedule."""
 
     def build(setting: Setting) -> Run:
-        block = setting.block
-        weights = block.weights
-        layer = kind.from_weights(
-            setting.comm,
-            weights.q,
-            weights.k,
-            weights.v,
-            weights.out,
-            num_heads=block.shape.heads,
-            norm_rope=NormRope("per_head", "interleaved", EPS),
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            attention=block.attention,
-            norm_rope_kernel=_norm_rope_of(block),
-            schedule=schedule,
-        )
-        # As the layer checks them; the block's kernel has tables of its own.
-        cos, sin = (table[:, 0, ::2] for table in (block.cosines, block.sines))
-
-        def run(x: Tensor) -> Tensor:
-            return block.expand(layer(x, cos, sin))
-
-        return run
+        layer, cos, sin = layer_of(setting, schedule, kind)
+        return lambda x: setting.block.expand(layer(x, cos, sin))
 
     return build
+
+
+def layer_of(
+    setting: Setting, schedule: Schedule, kind: type[UlyssesAttention] = UlyssesAttention
+) -> tuple[UlyssesAttention, Tensor, Tensor]:
+    """The block's attention layer, and its tables of angles as the layer checks them.
+
+    The block's kernel has tables of its own.
+    """
+    block = setting.block
+    weights = block.weights
+    layer = kind.from_weights(
+        setting.comm,
+        weights.q,
+        weights.k,
+        weights.v,
+        weights.out,
+        num_heads=block.shape.heads,
+        norm_rope=NormRope("per_head", "interleaved", EPS),
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        attention=block.attention,
+        norm_rope_kernel=_norm_rope_of(block),
+        schedule=schedule,
+    )
+    cos, sin = (table[:, 0, ::2] for table in (block.cosines, block.sines))
+    return layer, cos, sin
 
 
 def _norm_rope_of(block: Block) -> Callable[..., Tensor]:

@@ -39,12 +39,12 @@ def run_benchmark(
         str,
         typer.Option(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
-            "block; or 'all' of these. And step: whole models of diffusers, which is not part of "
-            "'all'."
+            "block; or 'all' of these. And, not part of 'all', qkv: the stage of the block before "
+            "attention; step: whole models of diffusers."
         ),
     ] = "all",
     variants: Annotated[
-        str, typer.Option(help="Variants of block or step, separated by commas, or 'all'.")
+        str, typer.Option(help="Variants of block, qkv or step, separated by commas, or 'all'.")
     ] = "all",
     models: Annotated[
         str, typer.Option(help="Models of the step, separated by commas.")

@@ -38,7 +38,7 @@ COLUMNS = (
     "peak MB",
     "exact",
 )
-BY_VARIANT = ("block", "step", "generation", "graphs")  # what has columns of its own
+BY_VARIANT = ("block", "qkv", "step", "generation", "graphs")  # what has columns of its own
 LEGEND = (
     "med_us, p99_us: slowest rank. algbw: GB/s of a rank's whole tensor; busbw: of the bytes it "
     "sends to peers (MB/rank); %flat: busbw over that of flat peer copies in the same rounds. "

@@ -14,7 +14,7 @@ from torch import Tensor
 from ulysses_ops.attention import sdpa
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.reference import gather_reference, scatter_reference
-from ulysses_ops.tools import block_trial
+from ulysses_ops.tools import block_trial, projection_variants
 from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.block import (
     EPS,
@@ -34,10 +34,12 @@ from ulysses_ops.tools.block_variants import (
     NAIVE,
     OURS,
     BlockVariant,
+    naive,
     select_variants,
 )
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE
+from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL_BLOCKS, Shape
@@ -113,15 +115,23 @@ def _outputs(context: RankContext, shape: Shape) -> dict[str, Tensor]:
     attended = gather_reference([sdpa(*heads) for heads in zip(q, k, v, strict=True)])
     with UlyssesCommunicator(device=context.device, name="test.block") as comm, ExitStack() as end:
         setting = Setting(context, comm, block, None, end)
-        (naive,) = (variant for variant in select_variants(NAIVE) if variant.name == NAIVE)
-        found = naive.build(setting)(shards[context.rank]).clone()
-    return {"found": found, "expected": block.finish(attended[context.rank])}
+        found = naive(setting)(shards[context.rank])
+        assert isinstance(found, Tensor)
+        found = found.clone()
+        stage = [part.clone() for part in projection_variants.naive(setting)(shards[context.rank])]
+    return {
+        "found": found,
+        "expected": block.finish(attended[context.rank]),
+        "stage": torch.stack(stage),
+        "expected stage": torch.stack([part[context.rank] for part in (v, k, q)]),
+    }
 
 
 @pytest.mark.parametrize("shape", FUNCTIONAL_BLOCKS, ids=lambda shape: shape.key)
 def test_what_all_are_compared_with_is_the_block_of_one_rank(shape: Shape) -> None:
     for outputs in run_ranks(_outputs, shape, cpu_ranks()):
         assert torch.equal(outputs["found"], outputs["expected"])
+        assert torch.equal(outputs["stage"], outputs["expected stage"])
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -148,14 +158,58 @@ def test_blocks_run_on_two_cpu_ranks() -> None:
     assert outcome.not_run["block: zero-CTA"] == "needs GPUs and NCCL"
 
 
+def test_the_stage_before_attention_runs_on_two_cpu_ranks() -> None:
+    job = BlockJob((TINY, BATCH), EFFORT, op=QKV)
+    outcome: Outcome = run_ranks(run_rank, [job], cpu_ranks())[0]
+    assert outcome.finished == ("qkv/tiny", "qkv/batch")
+    assert len(outcome.rows) == 2 * len(PROJECTIONS)
+    compared = {variant.name: variant.compares_bits for variant in PROJECTIONS}
+    blind = {variant.name for variant in PROJECTIONS if variant.is_blind}
+    for row in outcome.rows:
+        details = row.details or {}
+        name = details["variant"]
+        assert row.op == QKV
+        assert row.exact is (True if name not in blind and compared[name] else None)
+        assert (details["relative_error"] is not None) is (name == "peers first")
+        assert (details["ratio_to_gemm"] == 1.0) is (name == GEMMS)
+        assert details["ratio_to_gemm"] > 0
+        assert (row.bytes_per_peer == 0) is (name in blind)
+
+
+def _one_part_wrong(context: RankContext, argument: None) -> dict[str, bool | None]:
+    def wrong(setting: Setting) -> Run:
+        right = projection_variants.naive(setting)
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            v, k, q = right(x)
+            if context.rank == 1:  # a single element of the last part, on one rank
+                q.view(-1)[7] += 1
+            return v, k, q
+
+        return run
+
+    variants = (*select_variants(NAIVE, PROJECTIONS), BlockVariant("wrong", wrong, "nobody"))
+    site = BlockSite(context, WeightStore())
+    with torch.no_grad(), UlyssesCommunicator(device=context.device, name="test.stage") as comm:
+        rows = block_rows(site, comm, TINY, variants, EFFORT, {}, QKV)
+    return {(row.details or {})["variant"]: row.exact for row in rows}
+
+
+def test_a_wrong_part_of_the_stage_is_seen() -> None:
+    for exact in run_ranks(_one_part_wrong, None, cpu_ranks()):
+        assert (exact[NAIVE], exact["wrong"]) == (True, False)
+
+
 def _one_wrong_and_one_broken(
     context: RankContext, argument: None
 ) -> tuple[list[Row], dict[str, str]]:
     def wrong(setting: Setting) -> Run:
-        right = next(v for v in select_variants("all") if v.name == NAIVE).build(setting)
+        right = naive(setting)
 
         def run(x: Tensor) -> Tensor:
-            y = right(x).clone()
+            y = right(x)
+            assert isinstance(y, Tensor)
+            y = y.clone()
             if context.rank == 1:  # a single element, on one rank
                 y.view(-1)[7] += 1
             return y
@@ -163,8 +217,14 @@ def _one_wrong_and_one_broken(
         return run
 
     def far_off(setting: Setting) -> Run:
-        right = next(v for v in select_variants("all") if v.name == NAIVE).build(setting)
-        return lambda x: right(x) * (1.02 if context.rank == 1 else 1.0)
+        right = naive(setting)
+
+        def run(x: Tensor) -> Tensor:
+            y = right(x)
+            assert isinstance(y, Tensor)
+            return y * (1.02 if context.rank == 1 else 1.0)
+
+        return run
 
     def broken(setting: Setting) -> Run:
         if context.rank == 1:
