@@ -120,6 +120,11 @@ def fused_norm_rope(cosines: Tensor, sines: Tensor) -> NormRope:
     return run
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether norm and RoPE run by the compiled kernel of the package."""
+    return device.type == "cuda" and NATIVE.kernels
+
+
 def rope_tables(shape: Shape, context: RankContext) -> tuple[Tensor, Tensor]:
     """Cosines and sines of this rank's rows, as :func:`norm_rope` takes them."""
     rows = shape.seq // context.world_size
@@ -159,7 +164,7 @@ class Block:
         """
         fused: NormRope = norm_rope
         tables = rope_tables(shape, context)
-        if context.device.type == "cuda" and NATIVE.kernels:
+        if has_kernels(context.device):
             fused = fused_norm_rope(*tables)
         elif context.device.type == "cuda":
             # One thread: helper processes of the compiler would outlive a rank that is ended.

@@ -55,6 +55,7 @@ ORDER = (
     "planner",
     "peers_first",
     "projections",
+    "fused_projection",
     "layer_checks",
     "layer",
     "__init__",
