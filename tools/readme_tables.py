@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ulysses_ops.tools.block_table import block_table
+from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "exchange": exchange_table,
     "attention": attention_table,
     "block": block_table,
+    "qkv": projection_table,
     "step": step_table,
     "generation": generation_table,
     "graphs": graphs_table,
