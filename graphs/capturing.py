@@ -16,6 +16,7 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.exchange import pending_channels
+from ulysses_ops.graphs.line_up import lined_up
 from ulysses_ops.graphs.refusals import explained
 
 POLL_S = 0.0005
@@ -48,13 +49,19 @@ class Captured:
 def warm_up(comm: UlyssesCommunicator, call: Callable[[], Any], count: int) -> None:
     """Call the step on a side stream and wait, within the communicator's limit, until it is done.
 
+    In the first call the ranks compare each exchange before they issue it.
+
     Raises:
-        UlyssesError: it is not done in time, a peer was late, or an exchange was left open.
+        UlyssesError: the ranks' exchanges differ, it is not done in time, a peer was late, or an
+            exchange was left open.
     """
     stream = torch.cuda.Stream(comm.device)
     stream.wait_stream(torch.cuda.current_stream(comm.device))
     with torch.cuda.stream(stream):
-        for _ in range(count):
+        with lined_up(comm):
+            call()
+            _refuse_pending(comm)
+        for _ in range(count - 1):
             call()
             _refuse_pending(comm)
         done = stream.record_event()

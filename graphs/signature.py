@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,19 +36,26 @@ class Signature:
         """Structure counts in comparisons alone; a spec may hold what has no hash."""
         return hash((self.leaves, self.autocast))
 
-    def _entries(self) -> list[tuple[str, str]]:
+    def _entries(self, describe: Callable[[LeafKey], str]) -> list[tuple[str, str]]:
         names = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(names)[0]]
-        return list(zip(paths, map(_text, self.leaves), strict=True))
+        return list(zip(paths, map(describe, self.leaves), strict=True))
 
     def __str__(self) -> str:
         """The leaves by path."""
-        text = ", ".join(f"{path}={key}" for path, key in self._entries())
+        text = ", ".join(f"{path}={key}" for path, key in self._entries(_text))
         return f"({text}{f'; autocast {self.autocast}' if self.autocast else ''})"
+
+    def kind(self) -> str:
+        """What is alike on ranks whose shards differ in size: no sizes, no values of constants."""
+        text = ", ".join(f"{path}={kind}" for path, kind in self._entries(_kind))
+        return f"({text}; autocast {self.autocast or 'off'})"
 
     def difference(self, other: Signature) -> str:
         """The first thing in which this one differs; empty when nothing does."""
-        for (path, one), (other_path, two) in zip(self._entries(), other._entries(), strict=False):
+        for (path, one), (other_path, two) in zip(
+            self._entries(_text), other._entries(_text), strict=False
+        ):
             if path != other_path:
                 return f"input {path} is where {other_path} was"
             if one != two:
@@ -58,6 +65,13 @@ class Signature:
         if self.autocast != other.autocast:
             return f"autocast is {self.autocast or 'off'}, was {other.autocast or 'off'}"
         return ""
+
+
+def _kind(key: LeafKey) -> str:
+    first, second = key
+    if isinstance(first, torch.Size):
+        return f"{len(first)}-d {str(second).removeprefix('torch.')}"
+    return first.__name__
 
 
 def _text(key: LeafKey) -> str:

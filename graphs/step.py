@@ -18,6 +18,7 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
+from ulysses_ops.graphs.line_up import compare_inputs
 from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
 
 RESOURCE = "captured steps"
@@ -218,7 +219,8 @@ def capture_step(
     Raises:
         ValueError: ``warmup`` below 1, or a tensor on another device.
         TypeError: an input that is neither a tensor nor a constant.
-        UlyssesError: the step cannot be captured on some rank; the same text on every rank, nothing
+        UlyssesError: the ranks were given inputs of different kinds, or issue different exchanges;
+            or the step cannot be captured on some rank; the same text on every rank, nothing
             is left captured, and the communicator can be used on.
 
     Collective: every rank calls it with its own inputs and the same step.
@@ -242,6 +244,7 @@ def capture_step(
             given.with_tensors([value.detach().clone() for value in given.tensors]),
             comm.device,
         )
+        compare_inputs(comm, static.signature, warmup)
         call = partial(step, *static.with_tensors(static.tensors))
         _, failures = comm.agreement.attempt("warm-up", lambda: warm_up(comm, call, warmup))
         _raise_failures("warm-up", failures)

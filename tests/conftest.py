@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool, on_gpus, on_shared_gpus
 
+from ulysses_ops.tools.results import read_machine, write_results
+
 PoolOf = Callable[[int], RankPool]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 GPU_FOLDERS = ("gpu", "multigpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``pytest tests/model --record-model docs/results`` keeps what the searches found."""
+    parser.getgroup("ulysses", "record of the models").addoption(
+        "--record-model", metavar="DIR", help="folder of results to write handshake_model.json in"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 needed = 2 if item.get_closest_marker("two_gpus") else 1
                 if there < needed:
                     item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {there}"))
+
+
+@pytest.fixture(scope="session")
+def recorded(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """What a search of a model found; written when the session ends, if that was asked for."""
+    models: list[dict[str, Any]] = []
+    yield models
+    folder = request.config.getoption("--record-model")
+    if folder:
+        machine = read_machine(torch.device("cpu"), 0)
+        write_results(Path(folder), "handshake_model", machine, None, {"models": models})
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ulysses_ops.agreement import Agreement, group_store
 from ulysses_ops.errors import UlyssesError
 
 POLL_S = 0.0005
@@ -88,12 +90,13 @@ class RankContext:
         self._connection = connection
         # Host-side meetings of their own, so that no CUDA work hides in them.
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=launch.stall_s))
+        store = group_store(self._control)
+        self._meetings = Agreement(store, "tools", rank, launch.world_size, launch.stall_s)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
-        return values
+        """The values of all ranks, by rank: anything that JSON can hold. Collective."""
+        records = self._meetings.exchange("gather", {"value": value})
+        return [record["value"] for record in records]
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on every rank. Collective."""
@@ -136,6 +139,15 @@ class RankContext:
 Work = Callable[[RankContext, Any], Any]
 
 
+def local_store() -> dist.TCPStore:
+    """A store that this machine alone can reach: by itself it listens on every interface."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def run_ranks(
     work: Work,
     argument: Any,
@@ -157,7 +169,7 @@ def run_ranks(
         RankError: a rank raised, died, or the time is up. No rank is left running.
     """
     deadline = time.monotonic() + launch.limit_s
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     context = multiprocessing.get_context("spawn")
     ranks: list[BaseProcess] = []
     connections: list[Connection] = []

@@ -1,4 +1,6 @@
-"""Writes the tables of README.md from docs/results, or with ``--check`` says if they are current.
+"""Writes the tables of README.md, or of a page of docs, from docs/results.
+
+With ``--check`` it says if they are current.
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; all between them belongs to
 this tool.
@@ -14,6 +16,7 @@ from typing import Annotated
 import typer
 
 from ulysses_ops.tools.block_table import block_table, projection_table
+from ulysses_ops.tools.fault_table import faults_table, models_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
@@ -145,7 +148,10 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "costs": costs_table,
     "replays": replays_table,
     "tests": tests_table,
+    "faults": faults_table,
+    "models": models_table,
 }
+ON_CPU_TOO = ("faults", "models")  # what CPU ranks show as well as GPUs
 
 
 def render(name: str, records: Sequence[Record]) -> str:
@@ -157,8 +163,8 @@ def render(name: str, records: Sequence[Record]) -> str:
     if name not in TABLES:
         message = f"readme_tables: table:{name} is unknown; choose from {list(TABLES)}"
         raise ValueError(message)
-    on_gpu = [record for record in records if record.content["gpu"] != "cpu"]
-    made = [(record, TABLES[name](record)) for record in on_gpu]
+    shown = [record for record in records if record.content["gpu"] != "cpu" or name in ON_CPU_TOO]
+    made = [(record, TABLES[name](record)) for record in shown]
     return "\n".join(record.caption() + table for record, table in made if table) or NOTHING
 
 

@@ -109,6 +109,12 @@ class CheckedExchange:
         torch.add(self._sent, self._number, out=self._x)
         self._run()
 
+    def call(self) -> None:
+        """Once more, with new data, call by call instead of as a graph."""
+        self._number.add_(1)
+        torch.add(self._sent, self._number, out=self._x)
+        self._step(self._x, self._number)
+
     def replay_judged_wrongly(self) -> None:
         """Once more with the data of before, judged as if they were new."""
         self._number.add_(1)
@@ -155,7 +161,7 @@ def _replay_shape(
     done = 0
     while done < count:
         for _ in range(min(chunk, count - done)):
-            _delay(context, draw, job.skew_us)
+            delay(context, draw, job.skew_us)
             checked.replay()
             done += 1
         context.finish(f"{shape.title}: replay {done}")
@@ -201,7 +207,8 @@ def _replay_shape(
     )
 
 
-def _delay(context: RankContext, draw: random.Random, skew_us: float) -> None:
+def delay(context: RankContext, draw: random.Random, skew_us: float) -> None:
+    """Hold this rank for a random time up to ``skew_us``, and rarely for 30 times that."""
     delay_us = draw.uniform(0.0, skew_us) * (30.0 if draw.random() < RARE else 1.0)
     if context.device.type == "cuda":
         torch.cuda._sleep(int(delay_us * CYCLES_PER_US))

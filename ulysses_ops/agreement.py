@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -51,6 +50,30 @@ def _store_gone(topic: str, rank: int) -> AgreementError:
     )
 
 
+def _decoded(topic: str, rank: int, raw: bytes) -> Any:
+    """What a peer posted. It is data and never code: JSON, and nothing else is read."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        message = (
+            f"{topic}: what rank {rank} posted is not JSON; does every rank run the same version, "
+            f"and does nobody else write into the store of the process group?"
+        )
+        raise AgreementError(message) from None
+
+
+def _entry(topic: str, rank: int, raw: bytes) -> dict[str, Any]:
+    """A record with its topic."""
+    found = _decoded(topic, rank, raw)
+    if not (isinstance(found, dict) and isinstance(found.get("topic"), str) and "record" in found):
+        message = (
+            f"{topic}: what rank {rank} posted is no record; does every rank run the same version, "
+            f"and does nobody else write into the store of the process group?"
+        )
+        raise AgreementError(message)
+    return found
+
+
 def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> str:
     """Meet for the first time under ``name`` and return a session name that was never used before.
 
@@ -76,8 +99,10 @@ def _greet(store: Store, name: str, rank: int, world_size: int, timeout_s: float
         seen = dict(nonces)
         for peer, key in enumerate(keys):
             if peer != rank and store.check([key]):
-                greeting = json.loads(store.get(key))
-                seen[peer] = greeting[str(peer)]
+                greeting = _decoded(f"construction of '{name}'", peer, store.get(key))
+                if not isinstance(greeting, dict) or str(peer) not in greeting:
+                    continue  # nobody that speaks like this: as if it had not come
+                seen[peer] = str(greeting[str(peer)])
                 if greeting.get(str(rank)) == nonces[rank]:
                     answered.add(peer)
         if seen != nonces:
@@ -138,27 +163,40 @@ class Agreement:
         keys = [self._key(meeting, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
         outcome = COMPLETE
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if absent:
-                outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
+        absent = self._wait(keys)
+        if absent:
+            outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
         # The first to say how the meeting went is right for all: a rank that comes when another has
         # given up is refused as well.
         verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
         if verdict != COMPLETE:
             raise AgreementError(verdict)
-        entries = [json.loads(self._store.get(key)) for key in keys]
+        entries = [_entry(topic, rank, self._store.get(key)) for rank, key in enumerate(keys)]
         self._forget(meeting - 1)
         topics = [entry["topic"] for entry in entries]
         if len(set(topics)) != 1:
             message = (
-                f"{topic}: the ranks are at different calls, by rank {topics}; every rank must "
-                f"make the same calls in the same order"
+                f"{' and '.join(dict.fromkeys(topics))}: the ranks are at different calls, by rank "
+                f"{topics}; every rank must make the same calls in the same order"
             )
             raise AgreementError(message)
         return [entry["record"] for entry in entries]
+
+    def _wait(self, keys: list[str]) -> list[int]:
+        """Wait for every record, within the limit, and return the ranks whose record is missing.
+
+        Asks again and again: in one long wait a process would not hear of Ctrl-C before its end.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = POLL_S / 8
+        while True:
+            is_over = time.monotonic() > deadline  # who is there when one looks after that has come
+            if self._store.check(keys):
+                return []
+            if is_over:
+                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 4 * POLL_S)
 
     def attempt(self, topic: str, step: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Try a local step on every rank and learn how it went everywhere.

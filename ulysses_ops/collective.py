@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import find_disagreement
+from .all_to_all import all_to_all, compare
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .plan import Layout
 from .windows import Window
 
 RESOURCE = "collective"
-NAME_BYTES = 400
+
+
+class Prepared(NamedTuple):
+    """Views to send, one a receiver, and where what is received belongs."""
+
+    chunks: list[Tensor]
+    out: Tensor
+
+
+class _Packed(NamedTuple):
+    """What one all-to-all moves."""
+
+    out: Tensor
+    sent: Tensor
+    received: Tensor
+    sent_sizes: list[int]
+    received_sizes: list[int]
 
 
 @dataclass
@@ -30,6 +45,14 @@ class _Sent:
 
     def sources(self) -> list[Tensor]:
         return [*([] if self.whole is None else [self.whole]), *self.parts.values()]
+
+    def prepare(self) -> Prepared:
+        layout, own = self.window.layout, self.window.own_view
+        if self.whole is not None:
+            return Prepared(_cut(self.whole, layout), self.window.tensor)
+        # An own part that is missing was written into the window by its producer.
+        parts = [self.parts.get(peer, own) for peer in range(layout.world_size)]
+        return Prepared(parts, self.window.tensor)
 
 
 class CollectiveRounds:
@@ -93,13 +116,7 @@ class CollectiveRounds:
         rounds = self._checked(comm, windows, sources)
         self.abandon([sent.window for sent in rounds])
         for sent in rounds:
-            chunks = (
-                _cut(sent.whole, sent.window.layout)
-                if sent.whole is not None
-                # An own part that is missing was written into the window by its producer.
-                else [sent.parts.get(peer, sent.window.own_view) for peer in range(comm.world_size)]
-            )
-            _exchange(comm, sent.window.layout, chunks, sent.window.tensor, sent.window.key)
+            _exchange(comm, sent.window.layout, sent.prepare, sent.window.key)
 
     def _checked(
         self, comm: UlyssesCommunicator, windows: list[Window], sources: list[Tensor]
@@ -148,9 +165,12 @@ class CollectiveRounds:
 
 def exchange(comm: UlyssesCommunicator, layout: Layout, x: Tensor, name: str) -> Tensor:
     """Send ``x`` and return what is received, a fresh contiguous tensor. Collective."""
-    out = torch.empty(layout.window_shape(comm.rank), dtype=x.dtype, device=x.device)
-    _exchange(comm, layout, _cut(x, layout), out, name)
-    return out
+
+    def prepare() -> Prepared:
+        out = torch.empty(layout.window_shape(comm.rank), dtype=x.dtype, device=x.device)
+        return Prepared(_cut(x, layout), out)
+
+    return _exchange(comm, layout, prepare, name)
 
 
 def _cut(x: Tensor, layout: Layout) -> list[Tensor]:
@@ -170,54 +190,41 @@ def _places(out: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def _exchange(
-    comm: UlyssesCommunicator, layout: Layout, chunks: list[Tensor], out: Tensor, name: str
-) -> None:
-    """Trade ``chunks`` (one a receiver) and write what arrives into ``out``."""
-    views = _places(out, layout)
+    comm: UlyssesCommunicator, layout: Layout, prepare: Callable[[], Prepared], name: str
+) -> Tensor:
+    """Trade chunks (one a receiver), write what arrives into ``out`` and return it."""
     if comm.group is None or comm.world_size == 1:
-        if chunks[0].data_ptr() != views[0].data_ptr():
-            views[0].copy_(chunks[0])
-        return
-    if out.device.type == "cpu":
-        _check_all_mean(comm, name)
-    packed = torch.cat([_bytes(chunk) for chunk in chunks])
-    received = torch.empty(
-        sum(view.numel() for view in views) * out.element_size(),
-        dtype=torch.uint8,
-        device=out.device,
-    )
-    sizes = [view.numel() * out.element_size() for view in views]
+        chunks, out = prepare()
+        place = _places(out, layout)[0]
+        if chunks[0].data_ptr() != place.data_ptr():
+            place.copy_(chunks[0])
+        return out
+    packed: _Packed | None = None
+    failure = ""
+    try:
+        packed = _pack(prepare(), layout)
+    except (RuntimeError, MemoryError) as error:  # the others must not wait for this rank
+        if comm.device.type != "cpu":
+            raise
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    if comm.device.type == "cpu":
+        compare(comm, name, failure)
+    assert packed is not None
+    all_to_all(comm, packed.received, packed.sent, packed.received_sizes, packed.sent_sizes)
+    pieces = packed.received.split(packed.received_sizes)
+    for view, piece in zip(_places(packed.out, layout), pieces, strict=True):
+        view.copy_(piece.view(packed.out.dtype).view(view.shape))
+    return packed.out
+
+
+def _pack(prepared: Prepared, layout: Layout) -> _Packed:
+    chunks, out = prepared
+    itemsize = out.element_size()
+    received_sizes = [view.numel() * itemsize for view in _places(out, layout)]
     sent_sizes = [chunk.numel() * chunk.element_size() for chunk in chunks]
-    dist.all_to_all_single(received, packed, sizes, sent_sizes, group=comm.group)
-    for view, piece in zip(views, received.split(sizes), strict=True):
-        view.copy_(piece.view(out.dtype).view(view.shape))
-
-
-def _check_all_mean(comm: UlyssesCommunicator, name: str) -> None:
-    """Compare what the ranks are about to exchange: on the CPU that costs little beside gloo.
-
-    Raises:
-        UlyssesError: they differ; the same text on every rank.
-    """
-    text = _shortened(name.encode()).ljust(NAME_BYTES)
-    names = [torch.empty(NAME_BYTES, dtype=torch.uint8) for _ in range(comm.world_size)]
-    dist.all_gather(names, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=comm.group)
-    told = [bytes(entry.tolist()).decode(errors="replace").strip() for entry in names]
-    differing = find_disagreement(told)
-    if differing is not None:
-        message = (
-            f"complete: ranks are in different exchanges: {differing.describe()}; every rank must "
-            f"make the same calls in the same order"
-        )
-        raise UlyssesError(message)
-
-
-def _shortened(name: bytes) -> bytes:
-    """A name that fits; what is cut off still tells names apart, by its hash."""
-    if len(name) <= NAME_BYTES:
-        return name
-    rest = hashlib.blake2b(name, digest_size=8).hexdigest().encode()
-    return name[: NAME_BYTES - len(rest)] + rest
+    sent = torch.cat([_bytes(chunk) for chunk in chunks])
+    received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=out.device)
+    return _Packed(out, sent, received, sent_sizes, received_sizes)
 
 
 def _bytes(x: Tensor) -> Tensor:

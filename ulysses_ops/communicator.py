@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._native import load_kernels
@@ -18,7 +19,7 @@ from .agreement import Agreement, find_disagreement, group_store, join
 from .arguments import backends_of, check_arguments, check_timeout, resolve_device
 from .copy_engine import CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
-from .errors import AgreementError, TopologyError, UlyssesError
+from .errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
 from .lifetime import Resource, State, finalise, sweep
 from .mapping import MAPPING_KINDS, MappingKind
 from .post_mortem import PostMortem
@@ -47,9 +48,11 @@ class UlyssesCommunicator:
         mapping: Provider of mapped memory with ``ce``, else ``None``.
         reasons: Why this transport, alike on every rank.
         token: Tensor that the deferred operators mutate, so that compilers keep their order.
-        timeout_s: How long a meeting of the ranks, and an exchange on copy engines, waits for the
-            slowest, in seconds.
+        timeout_s: How long a meeting of the ranks, and an exchange on copy engines or gloo, waits
+            for the slowest, in seconds.
         max_windows: Windows that are cached at most.
+        announce: Called with each exchange before this rank issues it, while the ranks line up for
+            a capture; ``None`` otherwise.
     """
 
     def __init__(
@@ -78,9 +81,10 @@ class UlyssesCommunicator:
             name: Name in the operator schemas; that of the group when left out. A second
                 communicator over the same ranks needs a name of its own.
             max_windows: Windows that are cached at most.
-            timeout_s: How long a meeting of the ranks, and an exchange on copy engines, waits for
-                the slowest, in seconds. Then the communicator gives up: windows hold NaN, waits
-                end, and the next call on every rank raises ``PeerTimeoutError``.
+            timeout_s: How long a meeting of the ranks, and an exchange on copy engines or gloo,
+                waits for the slowest, in seconds. Then the communicator gives up: on copy engines
+                windows hold NaN, waits end, and the next call on every rank raises
+                ``PeerTimeoutError``; under gloo the exchange itself raises it.
             dump_dir: Folder for the latest exchanges of this rank, as JSON, when it gives up.
             allow_shared_devices: Let several ranks use one GPU. For tests: correct, never fast.
 
@@ -103,6 +107,7 @@ class UlyssesCommunicator:
         self.max_windows = max_windows
         self._post_mortem = PostMortem(self.name, self.rank, self.world_size, dump_dir)
         self.mapping: MappingKind | None = None
+        self.announce: Callable[[str], None] | None = None
         self._state = State()
         sweep()
         weakref.finalize(self, finalise, self._state)
@@ -117,7 +122,7 @@ class UlyssesCommunicator:
             "timeout_s": timeout_s,
             "allow_shared_devices": allow_shared_devices,
         }
-        self.device, topologies = self._meet(wanted, device)
+        self.device, self.token, topologies = self._meet(wanted, device)
         offered = backends_of(group, self.device)
         request = Request(transport, offered, allow_shared_devices, suggest=False)
         decision = decide(topologies, request)
@@ -128,8 +133,6 @@ class UlyssesCommunicator:
         self.transport: str = decision.transport
         self.reasons = decision.reasons
         self._confirm()
-        with torch.inference_mode(False):
-            self.token = torch.zeros(1, dtype=torch.int32, device=self.device)
         _BY_NAME[self.name] = self
         for text in decision.warnings:
             warnings.warn(f"UlyssesCommunicator: {text}", RuntimeWarning, stacklevel=2)
@@ -144,10 +147,10 @@ class UlyssesCommunicator:
 
     def _meet(
         self, wanted: dict[str, Any], device: torch.device | str | None
-    ) -> tuple[torch.device, list[Topology]]:
+    ) -> tuple[torch.device, Tensor, list[Topology]]:
         """Exchange arguments and topologies; raise alike on every rank when arguments are wrong."""
 
-        def look() -> tuple[torch.device, Topology]:
+        def look() -> tuple[torch.device, Tensor, Topology]:
             check_arguments(wanted)
             existing = _BY_NAME.get(self.name)
             if existing is not None and not existing.closed and existing._is_current():
@@ -158,7 +161,9 @@ class UlyssesCommunicator:
                 raise ValueError(message)
             chosen = resolve_device(device)
             load_kernels(chosen)  # while nothing waits on the device
-            return chosen, probe(chosen)
+            with torch.inference_mode(False):
+                token = torch.zeros(1, dtype=torch.int32, device=chosen)
+            return chosen, token, probe(chosen)
 
         seen, failures = self.agreement.attempt("UlyssesCommunicator", look)
         if failures:
@@ -167,7 +172,7 @@ class UlyssesCommunicator:
         assert seen is not None
         if (stale := _BY_NAME.get(self.name)) is not None:
             stale.close()
-        chosen, topology = seen
+        chosen, token, topology = seen
         records = self.agreement.exchange(
             "UlyssesCommunicator", {"wanted": wanted, "topology": topology.to_json()}
         )
@@ -175,7 +180,7 @@ class UlyssesCommunicator:
         if differing is not None:
             message = f"UlyssesCommunicator: arguments differ between ranks: {differing.describe()}"
             raise ValueError(message)
-        return chosen, [Topology.from_json(record["topology"]) for record in records]
+        return chosen, token, [Topology.from_json(record["topology"]) for record in records]
 
     def _establish_copy_engine(
         self,
@@ -242,8 +247,19 @@ class UlyssesCommunicator:
         if self.closed:
             message = f"{op}: communicator '{self.name}' is closed; construct a new one"
             raise UlyssesError(message)
+        if self._state.failure:
+            raise PeerTimeoutError(self._post_mortem.sentence(op, self._state.failure))
         if self.copy_engine is not None:
             self._post_mortem.raise_failure(op, self.copy_engine)
+
+    def give_up(self, op: str, why: str) -> NoReturn:
+        """Refuse all later calls: an exchange with the peers cannot be finished.
+
+        Raises:
+            PeerTimeoutError: always.
+        """
+        self._state.failure = why
+        raise PeerTimeoutError(self._post_mortem.sentence(op, why))
 
     def check(self) -> None:
         """Raise if this rank or a peer has given up on an exchange.

@@ -56,6 +56,12 @@ def check_source(
         raise ValueError(message)
 
 
+def announce(comm: UlyssesCommunicator, key: str) -> None:
+    """This rank is about to begin the exchange of this key: said to who asked for it."""
+    if comm.announce is not None:
+        comm.announce(key)
+
+
 class Exchange:
     """Several deferred sends with one completion: V, K and Q of a layer, say.
 
@@ -102,6 +108,8 @@ class Exchange:
                 f"call it under torch.no_grad(), or use {window.layout.direction}()"
             )
             raise ValueError(message)
+        if not torch.compiler.is_compiling() and window not in self._windows:
+            announce(comm, window.key)
         if window.layout.direction == "scatter":
             send = torch.ops.ulysses.scatter_into.default
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .collective import exchange
 from .communicator import UlyssesCommunicator, find_communicator
-from .exchange import Exchange
+from .exchange import Exchange, announce
 from .plan import Direction, as_tuple, layout_of_source
 from .window_spec import WindowSpec
 from .windows import agree, refuse, reserve
@@ -79,6 +79,7 @@ def exchange_once(
         raise ValueError(message)
     if comm.copy_engine is None:
         agree(comm, spec)
+        announce(comm, spec.key(world_size))
         return exchange(comm, spec.layout(world_size), x, spec.key(world_size))
     (window,) = reserve(comm, [spec])
     with Exchange(comm) as in_flight:

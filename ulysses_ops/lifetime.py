@@ -24,6 +24,7 @@ class State:
 
     def __init__(self) -> None:
         self.closed = False
+        self.failure = ""  # why an exchange could not be finished, where the host knows
         self.copy_engine: CopyEngineGroup | None = None
         self.resources: dict[str, Any] = {}
 

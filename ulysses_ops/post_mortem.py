@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from .copy_engine import CopyEngineGroup
 from .errors import PeerTimeoutError
@@ -25,6 +26,7 @@ class PostMortem:
         self._rank = rank
         self._world_size = world_size
         self._dump_dir = dump_dir
+        self._is_dumped = False
 
     def raise_failure(self, op: str, engine: CopyEngineGroup, *, look: bool = False) -> None:
         """Raise if the group gave up.
@@ -38,16 +40,22 @@ class PostMortem:
         where = ""
         if self._dump_dir is not None:
             where = f" (its latest exchanges are in {self._dump(self._dump_dir, why, engine)})"
-        message = (
-            f"{op}: rank {self._rank} of '{self._name}' gave up: {why}{where}; close the "
-            f"communicator and construct another on every rank"
+        raise PeerTimeoutError(self.sentence(op, f"{why}{where}"))
+
+    def sentence(self, op: str, why: str) -> str:
+        """What a call says when the communicator gave up."""
+        return (
+            f"{op}: rank {self._rank} of '{self._name}' gave up: {why}; close the communicator and "
+            f"construct another on every rank"
         )
-        raise PeerTimeoutError(message)
 
     def _dump(self, folder: Path, why: str, engine: CopyEngineGroup) -> Path:
-        """Write what this rank issued last, for its owner alone; the ranks' files tell who left."""
+        """Write what this rank issued last, for its owner alone; the ranks' files tell who left.
+
+        Once; what an earlier run left under that name is replaced.
+        """
         path = folder / f"{self._name.replace('/', '_')}-rank{self._rank}.json"
-        if not path.exists():
+        if not self._is_dumped:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             log = engine.exchange_log()
             content = {
@@ -57,6 +65,11 @@ class PostMortem:
                 "gave_up": why,
                 "exchanges": [{"issued_s": issued, "what": what} for issued, what in log],
             }
-            path.touch(mode=0o600)
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            # Of a random name and readable by its owner: nobody can have put a link there.
+            with NamedTemporaryFile(
+                "w", encoding="utf-8", prefix=".dump-", dir=folder, delete=False
+            ) as file:
+                file.write(json.dumps(content, indent=1) + "\n")
+            Path(file.name).replace(path)
+            self._is_dumped = True
         return path

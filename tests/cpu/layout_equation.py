@@ -42,8 +42,9 @@ def equation(layout: Layout, shards: Sequence[Bytes], receiver: int) -> Bytes:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    world_size = draw(st.integers(1, 4))
+def layouts(draw: st.DrawFn, world_size: int | None = None) -> Layout:
+    if world_size is None:
+        world_size = draw(st.integers(1, 4))
     rows, heads = (
         tuple(draw(st.lists(st.integers(0, most), min_size=world_size, max_size=world_size)))
         for most in (4, 3)

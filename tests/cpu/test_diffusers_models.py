@@ -86,16 +86,15 @@ def keeping(window_name: str) -> Iterator[list[str]]:
     exchange = collective._exchange
     concerned: list[str] = []
 
-    def kept(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> None:
+    def kept(comm: UlyssesCommunicator, received: Tensor, sent: Tensor, *sizes: Any) -> None:
         received.copy_(sent)
 
-    def selective(*args: Any) -> None:
+    def selective(*args: Any) -> Tensor:
         if f"window '{window_name}'" in args[-1]:
             concerned.append(args[-1])
-            with mock.patch.object(dist, "all_to_all_single", kept):
-                exchange(*args)
-        else:
-            exchange(*args)
+            with mock.patch.object(collective, "all_to_all", kept):
+                return exchange(*args)
+        return exchange(*args)
 
     with mock.patch.object(collective, "_exchange", selective):
         yield concerned

@@ -15,7 +15,7 @@ from rank_pool import RankPool
 from tiny_models import BY_NAME, TINY_MODELS, assert_near, output
 from torch import nn
 
-from ulysses_ops import UlyssesCommunicator, UlyssesError
+from ulysses_ops import UlyssesCommunicator, UlyssesError, collective
 from ulysses_ops.diffusers_models import parallelize
 
 pytest.importorskip("diffusers", reason="diffusers is not installed: pip install -e .[diffusers]")
@@ -204,7 +204,7 @@ def wrong_calls(rank: int, world_size: int, name: str) -> list[str]:
             wrong.append((ValueError, lambda: output(model, masked)))
         for kind, call in wrong:
             with (
-                mock.patch.object(torch.distributed, "all_to_all_single", side_effect=KeyError),
+                mock.patch.object(collective, "all_to_all", side_effect=KeyError),
                 pytest.raises(kind) as error,
             ):
                 call()

@@ -35,6 +35,7 @@ ORDER = (
     "communicator",
     "window_spec",
     "windows",
+    "all_to_all",
     "collective",
     "exchange",
     "functional",

@@ -13,7 +13,14 @@ from rank_pool import RankPool
 from torch import Tensor
 from whole_tensors import numbered
 
-from ulysses_ops import AgreementError, UlyssesCommunicator, UlyssesError, gather, scatter
+from ulysses_ops import (
+    AgreementError,
+    UlyssesCommunicator,
+    UlyssesError,
+    collective,
+    gather,
+    scatter,
+)
 
 Ranks = Callable[[int], RankPool]
 
@@ -62,11 +69,11 @@ def differ_on_one(rank: int, world_size: int, what: str) -> str:
     with UlyssesCommunicator(timeout_s=10) as comm:
         exchange = gather if what == "call" and rank == 1 else scatter
         with (
-            mock.patch.object(dist, "all_to_all_single") as collective,
+            mock.patch.object(collective, "all_to_all") as exchanged,
             pytest.raises(ValueError, match="ranks ask for different exchanges") as error,
         ):
             exchange(odd if rank == 1 else x, comm)
-        collective.assert_not_called()
+        exchanged.assert_not_called()
         assert scatter(x, comm).shape == (1, 8, 2, 2)
     return str(error.value)
 
@@ -86,11 +93,11 @@ def wrong_total(rank: int, world_size: int) -> list[str]:
     good = whole.split([4, 3], dim=1)[rank]
     with UlyssesCommunicator(timeout_s=2) as comm:
         with (
-            mock.patch.object(dist, "all_to_all_single") as collective,
+            mock.patch.object(collective, "all_to_all") as exchanged,
             pytest.raises(ValueError, match=r"^scatter: rank 1 holds 7 rows, .*say 3") as error,
         ):
             scatter(x, comm, seq_splits=(4, 3))
-        collective.assert_not_called()
+        exchanged.assert_not_called()
         y = scatter(good, comm, seq_splits=(4, 3))
         assert torch.equal(y, whole.split(2, dim=2)[rank])
         if rank == 1:
@@ -128,12 +135,12 @@ def meet_a_new_shape_alone(rank: int, world_size: int) -> None:
         if rank == 0:
             start = time.monotonic()
             with (
-                mock.patch.object(dist, "all_to_all_single") as collective,
+                mock.patch.object(collective, "all_to_all") as exchanged,
                 pytest.raises(AgreementError, match=r"rank 0 waited 1 s for ranks \[1\]"),
             ):
                 scatter(new, comm)
             assert time.monotonic() - start < 3
-            collective.assert_not_called()
+            exchanged.assert_not_called()
     seen = [None] * world_size
     dist.all_gather_object(seen, rank)  # the process group was not touched: collectives pair up
     assert seen == list(range(world_size))

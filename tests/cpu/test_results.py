@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,13 +230,44 @@ def test_an_unknown_table_is_an_error() -> None:
         readme_tables.regenerate("<!-- table:speed -->\n<!-- /table -->", [])
 
 
-def test_tables_of_the_readme_are_current() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert readme_tables.MARKED.search(text), "README.md has no marked table"
+@pytest.mark.parametrize("page", ["README.md", "docs/reliability.md"])
+def test_tables_of_the_docs_are_current(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert readme_tables.MARKED.search(text), f"{page} has no marked table"
     records = read_records(ROOT / "docs" / "results")
     assert readme_tables.regenerate(text, records) == text, (
-        "run python -m ulysses_ops.tools.readme_tables"
+        f"run python -m ulysses_ops.tools.readme_tables --readme {page}"
     )
+
+
+def test_what_cpu_ranks_show_of_faults_and_models_is_told(tmp_path: Path) -> None:
+    cells = [
+        {"fault": fault, "step": step, "outcome": outcome, "seconds": seconds}
+        for fault, step, outcome, seconds in (
+            ("killed", "reserve", "refused", 2.04),
+            ("killed", "construction", "refused", 1.5),
+            ("killed", "construction", "right", 2.5),
+            ("late", "teardown", "right", 0.1),
+        )
+    ]
+    matrix = {"world_size": 2, "transport": "gloo", "limit_s": 2.0, "cells": cells}
+    models = [
+        {"model": "m", "name": name, "world_size": 2, "states": states, "failure": None}
+        for name, states in (("a", 1000), ("b", 500))
+    ]
+    broken = {"model": "m, broken", "name": "c", "world_size": 3, "failure": "deadlock"}
+    on_cpu = replace(MACHINE, gpu="cpu", gpu_count=0)
+    write_results(tmp_path, "fault_matrix", on_cpu, "abc", matrix)
+    write_results(tmp_path, "models", on_cpu, "abc", {"models": [*models, broken]})
+    text = readme_tables.regenerate(MARKED, read_records(tmp_path))
+    for line in (
+        "| gloo, limit 2 s, W=2 | construction | reserve | teardown |",
+        "| killed | refused / right, 2.5 s (2) | refused, 2.0 s (1) |  |",
+        "| late |  |  | right, 0.1 s (1) |",
+        "| m | 2 | 2 | 1,500 | 1,000 | none |",
+        "| m, broken | 3 | 1 |  |  | deadlock |",
+    ):
+        assert line in text
 
 
 # ---- record of the suite -------------------------------------------------------------------------

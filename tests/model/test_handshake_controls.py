@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from broken_schedules import WRONG
@@ -13,11 +14,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "handshake.md"
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.scenario.name for wrong in WRONG])
-def test_broken_variant_is_found(wrong: Wrong) -> None:
+def test_broken_variant_is_found(wrong: Wrong, recorded: list[dict[str, Any]]) -> None:
     failure = explore(wrong.scenario.model(), wrong.kind).failure
     assert failure is not None, f"BLIND: {wrong.scenario.name} shows no {wrong.kind}"
     print(f"{wrong.scenario.name}: {failure}")
     assert failure.kind == wrong.kind
+    recorded.append(
+        {
+            "model": "handshake, broken",
+            "name": wrong.scenario.name,
+            "world_size": wrong.scenario.world_size,
+            "steps": len(failure.trace),
+            "failure": failure.kind,
+        }
+    )
     row = f"| {wrong.scenario.name} | {failure.kind} | {len(failure.trace)} | {wrong.why} |"
     print(row)
     assert row in PAGE.read_text(encoding="utf-8"), f"docs/design/handshake.md should hold: {row}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stream_steps
@@ -22,8 +23,18 @@ def ids(scenarios: list[Scenario]) -> list[str]:
 
 
 @pytest.mark.parametrize("scenario", SAFE, ids=ids([*SAFE]))
-def test_schedule_is_safe(scenario: Scenario) -> None:
+def test_schedule_is_safe(scenario: Scenario, recorded: list[dict[str, Any]]) -> None:
     found = explore(scenario.model())
+    recorded.append(
+        {
+            "model": "handshake",
+            "name": scenario.name,
+            "world_size": scenario.world_size,
+            "states": found.states,
+            "transitions": found.transitions,
+            "failure": found.failure and found.failure.kind,
+        }
+    )
     row = f"| {scenario.name} | {scenario.world_size} | {found.states:,} | {found.transitions:,} |"
     print(row)
     assert found.failure is None, str(found.failure)

@@ -1,0 +1,67 @@
+"""The long run in pieces: what is wrong is seen, and a run goes on where an earlier one ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from recorded import MACHINE
+from typer.testing import CliRunner
+
+from ulysses_ops.tools import soak
+from ulysses_ops.tools.held import MEMORY_SLACK, Held
+from ulysses_ops.tools.results import write_results
+
+PIECE = {"number": 0, "calls": 10, "mismatches": 0, "control_mismatches": 3}
+CYCLES = {"cycles": 200, "leaks": [[], []]}
+FOUND: dict[str, Any] = {"pieces": [PIECE], "cycles": [CYCLES]}
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(soak.main)
+    return CliRunner().invoke(app, [*arguments, "--cpu", "--commit", "abc"])
+
+
+@pytest.mark.slow
+def test_pieces_and_cycles_on_cpu_ranks(tmp_path: Path) -> None:
+    piece = ("--calls", "60", "--out", str(tmp_path), "--time-limit", "100")
+    assert invoke("--pieces", "1", "--cycles", "6", *piece).exit_code == 0
+    assert invoke("--pieces", "1", "--resume", *piece).exit_code == 0
+    found = json.loads((tmp_path / "cpu" / "soak.json").read_text())
+    assert [entry["number"] for entry in found["pieces"]] == [0, 1]
+    assert [entry["cycles"] for entry in found["cycles"]] == [6]
+    for entry in found["pieces"]:
+        assert entry["calls"] == 60
+        assert 0 < entry["eager"] < 60
+        assert entry["mismatches"] == 0
+        assert entry["control_mismatches"] > 0
+    assert found["pieces"][0]["eager"] != found["pieces"][1]["eager"]  # other draws
+
+
+def test_what_is_wrong_is_seen() -> None:
+    assert not soak.is_wrong(FOUND)
+    assert soak.is_wrong({**FOUND, "pieces": [PIECE, {**PIECE, "mismatches": 1}]})
+    assert soak.is_wrong({**FOUND, "pieces": [{**PIECE, "control_mismatches": 0}]})
+    assert soak.is_wrong({**FOUND, "cycles": [{**CYCLES, "leaks": [[], ["2 open files"]]}]})
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = write_results(tmp_path, "soak", MACHINE, "abc", FOUND)
+    assert soak.read_earlier(path, MACHINE, "abc") == FOUND
+    assert soak.read_earlier(tmp_path / "none", MACHINE, "abc") == {"pieces": [], "cycles": []}
+    for machine, commit in ((MACHINE, "abd"), (replace(MACHINE, torch="2.99"), "abc")):
+        with pytest.raises(ValueError, match="do not resume"):
+            soak.read_earlier(path, machine, commit)
+
+
+def test_what_there_is_more_of_is_a_leak() -> None:
+    before = Held(10, 3, 1 << 30)
+    assert Held(10, 3, (1 << 30) + MEMORY_SLACK).leaks(before) == []
+    assert Held(9, 2, 0).leaks(before) == []
+    more = Held(12, 4, (1 << 30) + MEMORY_SLACK + 1).leaks(before)
+    assert more == ["2 open files", "1 threads", f"{MEMORY_SLACK + 1} bytes of the GPU"]

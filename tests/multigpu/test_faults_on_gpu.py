@@ -1,0 +1,52 @@
+"""Faults by steps on copy engines, a GPU a rank: one moment of each step for each fault.
+
+All moments: ``python -m ulysses_ops.tools.fault_matrix``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ulysses_ops.tools.fault_cell import find_moments
+from ulysses_ops.tools.fault_cycle import STEPS, Setting
+from ulysses_ops.tools.fault_matrix import chosen_faults, run_matrix
+from ulysses_ops.tools.faults import FAULTS, Moment, possible_faults
+from ulysses_ops.tools.launch import Launch
+
+LIMIT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting(Launch(2, "cuda", torch.cuda.device_count()), LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def moments(setting: Setting) -> list[Moment]:
+    return find_moments(setting)
+
+
+def test_every_step_has_moments(moments: list[Moment]) -> None:
+    assert [moment.step for moment in moments if moment.kind == "entry"] == list(STEPS)
+    assert {"signal", "mapping"} <= {moment.kind for moment in moments}
+    replays = [moment for moment in moments if moment.name == "replay_tensors"]
+    assert {moment.step for moment in replays} == {"capture", "replay"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_fault_hangs_leaks_or_gives_wrong_data(
+    setting: Setting, moments: list[Moment], fault: str
+) -> None:
+    faults = [
+        chosen
+        for chosen in chosen_faults(possible_faults(moments), one_moment=True)
+        if chosen.name == fault
+    ]
+    cells = run_matrix(setting, faults, parallel=2)
+    assert cells
+    for cell in cells:
+        assert cell.is_good, f"{cell}\n{cell.told}"
+        if fault in ("late", "stopped"):
+            assert cell.outcome == "right", f"{cell}\n{cell.told}"

@@ -1,0 +1,45 @@
+"""What a process holds that a leak would make more of: files, threads, GPU memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MEMORY_SLACK = 32 << 20  # bytes that CUDA itself may keep
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers at one moment; ``gpu_bytes`` is what is in use on the device, by whomever."""
+
+    files: int
+    threads: int
+    gpu_bytes: int
+
+    def leaks(self, before: Held) -> list[str]:
+        """What there is more of than before, as words; empty when nothing is."""
+        leaks = []
+        if self.files > before.files:
+            leaks.append(f"{self.files - before.files} open files")
+        if self.threads > before.threads:
+            leaks.append(f"{self.threads - before.threads} threads")
+        if self.gpu_bytes > before.gpu_bytes + MEMORY_SLACK:
+            leaks.append(f"{self.gpu_bytes - before.gpu_bytes} bytes of the GPU")
+        return leaks
+
+
+def read_held(device: torch.device) -> Held:
+    """What this process holds now, garbage and cached memory given back first."""
+    gc.collect()
+    gpu_bytes = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        gpu_bytes = total - free
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return Held(files, threading.active_count(), gpu_bytes)
