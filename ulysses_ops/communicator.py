@@ -12,10 +12,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
-from .arguments import backends_of, check_arguments, check_timeout, resolve_device
+from .arguments import backends_of, check_arguments, check_timeout, group_of, resolve_device
 from .copy_engine import CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import AgreementError, TopologyError, UlyssesError
@@ -54,7 +55,7 @@ class UlyssesCommunicator:
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
         transport: str | None = None,
@@ -69,8 +70,10 @@ class UlyssesCommunicator:
         """Meet the other ranks and agree on a transport.
 
         Args:
-            group: The ranks; the default group when left out, one rank when there is none.
-            device: This rank's device; the current CUDA device, or the CPU where there is none.
+            group: The ranks, as a group or as a mesh of one dimension (``mesh["ulysses"]``); the
+                default group when left out, one rank when there is none.
+            device: This rank's device; the current CUDA device, or the CPU where there is none or
+                where the mesh is of CPUs.
             transport: ``"ce"``, ``"nccl"`` or ``"gloo"`` to insist; chosen by the topology if
             ``None``.
             mapping: ``"symm_mem"`` or ``"ipc"`` to insist; the first that works if ``None``.
@@ -89,12 +92,9 @@ class UlyssesCommunicator:
             TopologyError: what was insisted on is not eligible; the same text on every rank.
             AgreementError: a rank did not come within ``timeout_s``.
         """
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        # For ranks outside a group torch hands out a number in its place.
-        if group is not None and not isinstance(group, ProcessGroup):
-            message = "UlyssesCommunicator: this process is not a rank of the group given to it"
-            raise ValueError(message)
+        if device is None and isinstance(group, DeviceMesh):
+            device = group.device_type
+        group = group_of(group)
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
