@@ -360,3 +360,30 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
         )
         raise ValueError(message)
     return found
+
+
+def shared_communicator(
+    group: ProcessGroup | DeviceMesh | UlyssesCommunicator | None,
+) -> UlyssesCommunicator:
+    """The open communicator over these ranks that bears the group's name, or a new one.
+
+    For code that is handed a group once a layer. Who gets a new one has to keep it.
+
+    Raises:
+        ValueError: this process is not in the group.
+        AgreementError: a rank did not come in time.
+
+    Collective where there is none yet.
+    """
+    if isinstance(group, UlyssesCommunicator):
+        return group
+    return open_communicator(group) or UlyssesCommunicator(group)
+
+
+def open_communicator(group: ProcessGroup | DeviceMesh | None) -> UlyssesCommunicator | None:
+    """The open communicator over these ranks that bears the group's name; local."""
+    ranks = group_of(group)
+    found = _BY_NAME.get("ulysses" if ranks is None else ranks.group_name)
+    if found is None or found.closed or found.group is not ranks or not found._is_current():
+        return None
+    return found

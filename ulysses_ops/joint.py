@@ -74,10 +74,12 @@ class JointSequence:
     def __post_init__(self) -> None:
         """Refuse splits that are not of these rows."""
         text = self.text_splits
+        # Not min(): compilers do not trace it with a default, and note which one is the smallest.
         if (
             self.text_rows < 0
-            or min(self.image_splits, default=-1) < 0
-            or (text is not None and (len(text) != self.world_size or min(text) < 0))
+            or len(self.image_splits) == 0
+            or any(rows < 0 for rows in (*self.image_splits, *(text or ())))
+            or (text is not None and len(text) != self.world_size)
             or (text is not None and sum(text) != self.text_rows)
         ):
             message = (
