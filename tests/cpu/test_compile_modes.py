@@ -49,7 +49,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         attended: Tensor = ulysses_attention(q, k, v, self.comm).flatten(2)
-        return x + self.out(attended)
+        projected: Tensor = self.out(attended)
+        return x + projected
 
 
 def whole_input(rows: int = 8) -> Tensor:
@@ -64,7 +65,7 @@ def in_mode(rank: int, world_size: int, mode: str, dynamic: bool) -> None:
     with UlyssesCommunicator(timeout_s=20) as comm, torch.no_grad():
         block = Block(comm)
         fast = compiled(block, mode=mode, dynamic=dynamic)
-        kept = []
+        kept: list[tuple[Tensor, Tensor]] = []
         for rows in (8, 12, 20) if dynamic else (8, 8):
             x = whole_input(rows).chunk(world_size, dim=1)[rank] + len(kept)
             found, expected = fast(x), block(x)
@@ -92,10 +93,10 @@ def trained(rank: int, world_size: int, backend: str) -> tuple[list[str], list[s
 
     directions: list[list[str]] = []
 
-    def noted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    def noted(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        called = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
         directions.append([name for name in called if name.startswith("ulysses.")])
-        return graph.forward
+        return gm.forward
 
     def ahead_of_time(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return aot_module_simplified(graph, inputs, fw_compiler=noted, bw_compiler=noted)
@@ -146,7 +147,7 @@ def beside_functional_collectives(rank: int, world_size: int) -> list[str]:
             y = scatter(x, comm)
             total = funcol.all_reduce(y.sum(), "sum", group)
             z = scatter(x * 2, comm) + total
-            rows = funcol.all_gather_tensor(gather(z, comm).flatten(2), 1, group)
+            rows = funcol.all_gather_tensor(gather(z, comm).flatten(2), 0, group)
             return rows, total
 
         x = numbered(1, 4, 4, 8) / 64 + rank
