@@ -73,7 +73,7 @@ def ulysses_joint_attention(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    attention = _with_mask("ulysses_joint_attention", comm, joint, attention, mask)
+    attention = with_mask("ulysses_joint_attention", comm, joint, attention, mask)
     if joint.text_splits is not None:
         options: dict[str, Any] = {"seq_splits": joint.row_splits, "head_splits": head_splits}
         return ulysses_attention(q, k, v, comm, attention=attention, **options)
@@ -147,7 +147,7 @@ def attend_as_computed(
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     if joint is not None:
-        attention = _with_mask("attend_as_computed", comm, joint, attention, mask)
+        attention = with_mask("attend_as_computed", comm, joint, attention, mask)
     elif mask is not None:
         message = "attend_as_computed: a mask needs joint=, which says in what order the rows are"
         raise ValueError(message)
@@ -203,13 +203,18 @@ def replicate_rows(comm: UlyssesCommunicator, x: Tensor) -> Tensor:
     return scatter(one, comm, head_splits=(1,) * ranks, head_starts=(0,) * ranks).squeeze(2)
 
 
-def _with_mask(
+def with_mask(
     op: str,
     comm: UlyssesCommunicator,
     joint: JointSequence,
     attention: AttentionKernel,
     mask: Tensor | None,
 ) -> AttentionKernel:
+    """The kernel with a mask over all rows in the order of the model; ``op`` names who refuses.
+
+    Raises:
+        ValueError: ``joint`` is of another number of ranks, or the mask of other rows.
+    """
     if joint.world_size != comm.world_size:
         message = (
             f"{op}: joint is of {joint.world_size} ranks, the communicator of {comm.world_size}; "

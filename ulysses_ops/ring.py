@@ -70,9 +70,11 @@ class RingAttention:
         session = join(store, key, self.rank, self.world_size, timeout_s)
         self._agreement = Agreement(store, session, self.rank, self.world_size, timeout_s)
         self._agreed: set[str] = set()
+        # Ranks meet in it, which they must not while one of them traces.
+        self._untraced: Callable[..., Tensor] = torch.compiler.disable(self._go_round)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend over the keys of the whole ring.
+        """Attend over the keys of the whole ring; a graph break in compiled code.
 
         Args:
             q: ``(B, S, H, D)``, this rank's queries.
@@ -90,6 +92,9 @@ class RingAttention:
 
         Source: Ring Attention, arXiv:2310.01889.
         """
+        return self._untraced(q, k, v)
+
+    def _go_round(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._meet(q, k, v)
         held = torch.stack((k, v))  # one message a step, and not a window that peers write
         out, lse = None, None

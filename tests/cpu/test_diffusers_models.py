@@ -235,7 +235,7 @@ def order_and_meetings(rank: int, world_size: int, name: str, text_rows: int) ->
             )
         with (
             mock.patch.object(Exchange, "send", noted),
-            mock.patch("ulysses_ops.diffusers_models.replicate_rows", replicated),
+            mock.patch("ulysses_ops.diffusers_attention.replicate_rows", replicated),
             mock.patch.object(Agreement, "exchange", side_effect=AssertionError("a meeting")),
         ):
             output(model, inputs)

@@ -40,6 +40,7 @@ ORDER = (
     "exchange",
     "functional",
     "ops",
+    "operators",
     "norm_rope_checks",
     "part_norm_rope",
     "norm_rope",

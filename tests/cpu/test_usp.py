@@ -93,6 +93,29 @@ def test_one_rank_to_a_host_and_one_host(ranks: Ranks, names: list[str], shape: 
     ranks(4).run(against_one_process, names, shape, 4, timeout_s=30)
 
 
+def compiled(rank: int, world_size: int) -> None:
+    """A ring is a graph break, so no rank meets another while it traces."""
+    whole = [x.float() for x in qkv()]
+    local = [x.chunk(world_size, dim=1)[rank] for x in whole]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    with UspAttention(mesh, timeout_s=10) as attention, torch.no_grad():
+
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q * 2, k, v) + 1
+
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(step, backend="eager", fullgraph=True)(*local)
+        torch._dynamo.reset()
+        out = torch.compile(step, backend="aot_eager")(*local)
+        expected = sdpa(whole[0] * 2, *whole[1:]).chunk(world_size, dim=1)[rank] + 1
+        torch.testing.assert_close(out, expected)
+
+
+def test_a_ring_is_a_graph_break(ranks: Ranks) -> None:
+    ranks(4).run(compiled, timeout_s=60)
+
+
 def moved(topology: Topology) -> Topology:
     here = topology.process
     return replace(topology, process=replace(here, boot_id=replace(here.boot_id, value="far")))
