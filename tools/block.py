@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ulysses_ops._native import NATIVE
-from ulysses_ops.attention import AttentionKernel
 from ulysses_ops.norm_rope import qk_norm_rope_into
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.values_first import AttentionKernel
 
 DTYPE = torch.bfloat16
 EPS = 1e-6

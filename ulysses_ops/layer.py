@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionKernel, out_specs, qkv_specs, sdpa, ulysses_attention
+from .attention import out_specs, qkv_specs, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
@@ -24,6 +24,7 @@ from .peers_first import Output, Projected, Rotation, attend, project
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
 from .schedule import Problem, ProjectionSplit, Schedule
+from .values_first import AttentionKernel
 from .windows import Window, reserve
 
 NOTHING = NormRope()  # what happens to V
