@@ -126,6 +126,24 @@ def replays_table(record: Record) -> str:
     return markdown(("exchange", "ranks", "replays", "mismatches"), lines) if lines else ""
 
 
+def uneven_table(record: Record) -> str:
+    """One exchange a line: what uneven splits add to the time of even ones."""
+    lines = [
+        (
+            f"{row.model}, {row.op}",
+            str(list(row.shape)),
+            number(row.median_us, 1),
+            number(detail(row, "percent_over_even"), 1, " %"),
+            number(detail(row, "percent_over_its_bytes"), 1, " %"),
+            yes(row.exact),
+        )
+        for row in record.rows
+        if detail(row, "percent_over_even") is not None
+    ]
+    head = ("exchange", "shape", "median us", "over even", "over its largest part", "exact")
+    return markdown(head, lines) if lines else ""
+
+
 def tests_table(record: Record) -> str:
     """Outcome of a run of the test suite, and the trees that were tested."""
     content = record.content
@@ -148,6 +166,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "costs": costs_table,
     "replays": replays_table,
     "tests": tests_table,
+    "uneven": uneven_table,
     "faults": faults_table,
     "models": models_table,
 }
