@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ulysses_ops.attention import AttentionKernel, AttentionWindows, reserve_attention, sdpa
+from ulysses_ops.attention import reserve_attention, sdpa
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.graphs import capture_step
@@ -31,6 +31,7 @@ from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
+from ulysses_ops.values_first import AttentionKernel, AttentionWindows
 
 OP = "attention_step"
 DTYPE = torch.bfloat16

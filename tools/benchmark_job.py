@@ -23,10 +23,11 @@ from ulysses_ops.tools.results import Row, read_machine
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.step_job import StepJob, run_step_job
 from ulysses_ops.tools.timing import Effort
+from ulysses_ops.tools.uneven_rows import uneven_rows
 
 HANDSHAKE = "handshake"
 # What is measured at every shape, and its part of the time.
-WEIGHTS = {"exchange": 1.0, "attention": 2.0, "load": 1.5}
+WEIGHTS = {"exchange": 1.0, "attention": 2.0, "load": 1.5, "uneven": 1.0}
 SECTIONS = (HANDSHAKE, *WEIGHTS)
 
 
@@ -115,6 +116,7 @@ def _measure_shape(
         "exchange": exchange_rows,
         "attention": attention_rows,
         "load": load_rows,
+        "uneven": uneven_rows,
     }
     # A communicator a shape: closing it gives the windows of the last one back.
     with _communicator(context, job, shape.key) as comm:

@@ -32,8 +32,11 @@ from ulysses_ops.tools.timing import Effort
 PRODUCTION_REPLAYS = 200
 CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
-EVERYTHING = (*SECTIONS, BLOCK)
-KNOWN = (*EVERYTHING, QKV, STEP)  # a stage, and whole models, are run when they are named
+UNEVEN = "uneven"
+OF_OPERATORS = tuple(name for name in SECTIONS if name != UNEVEN)  # share a file
+KNOWN = (*SECTIONS, BLOCK, QKV, STEP)
+NAMED = (UNEVEN, QKV, STEP)  # run when they are named, not as part of "all"
+EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
 
 
@@ -119,19 +122,19 @@ def launch_on_gpus(
 
 
 def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]:
-    """One launch for operators and attention steps, one for blocks, one for each whole model.
+    """One launch for operators and attention steps, one for each other section or whole model.
 
     Raises:
         ValueError: a name is unknown.
     """
     insisted = (choice.transport, choice.mapping, choice.signal)
-    sections = tuple(name for name in choice.sections if name not in (BLOCK, QKV, STEP))
     plans = []
-    if sections:
-        job = BenchmarkJob(
-            select_shapes(choice.shapes), effort, sections, *insisted, choice.resume_from(STEP_FILE)
-        )
-        plans.append(Plan(launch, [job], STEP_FILE))
+    for file, names in ((STEP_FILE, OF_OPERATORS), (UNEVEN, (UNEVEN,))):
+        sections = tuple(name for name in choice.sections if name in names)
+        if sections:
+            shapes, earlier = select_shapes(choice.shapes), choice.resume_from(file)
+            job = BenchmarkJob(shapes, effort, sections, *insisted, earlier)
+            plans.append(Plan(launch, [job], file))
     stages = [op for op in (BLOCK, QKV) if op in choice.sections]
     plans += [Plan(launch, [_block_job(choice, effort, op)], op) for op in stages]
     if STEP in choice.sections:
@@ -212,7 +215,7 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         message = f"world_size={world_size} splits none of the small shapes; use 2 ranks"
         raise ValueError(message)
     effort = Effort(3, 2.0, until=None)
-    sections = tuple(name for name in choice.sections if name not in (BLOCK, QKV, STEP))
+    sections = tuple(name for name in choice.sections if name in SECTIONS)
     jobs: list[Any] = []
     if choice.only == "all":
         jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))

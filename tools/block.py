@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ulysses_ops._native import NATIVE
-from ulysses_ops.attention import AttentionKernel
 from ulysses_ops.norm_rope import qk_norm_rope_into
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.noise import random_values
 from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.values_first import AttentionKernel
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
@@ -120,6 +120,11 @@ def fused_norm_rope(cosines: Tensor, sines: Tensor) -> NormRope:
     return run
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether norm and RoPE run by the compiled kernel of the package."""
+    return device.type == "cuda" and NATIVE.kernels
+
+
 def rope_tables(shape: Shape, context: RankContext) -> tuple[Tensor, Tensor]:
     """Cosines and sines of this rank's rows, as :func:`norm_rope` takes them."""
     rows = shape.seq // context.world_size
@@ -159,7 +164,7 @@ class Block:
         """
         fused: NormRope = norm_rope
         tables = rope_tables(shape, context)
-        if context.device.type == "cuda" and NATIVE.kernels:
+        if has_kernels(context.device):
             fused = fused_norm_rope(*tables)
         elif context.device.type == "cuda":
             # One thread: helper processes of the compiler would outlive a rank that is ended.

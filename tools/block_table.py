@@ -1,9 +1,10 @@
-"""The table of the README about whole DiT blocks."""
+"""The tables of the README about whole DiT blocks, and about their stage before attention."""
 
 from __future__ import annotations
 
 from ulysses_ops.tools.block_variants import COMPUTE, OURS, VARIANTS
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, yes
+from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.results import Row
 
 TITLES = {
@@ -30,8 +31,8 @@ def block_table(record: Record) -> str:
     ran = {name for by_variant in rows.values() for name in by_variant}
     names = [v.name for v in VARIANTS if v.name in ran and v.name != COMPUTE]
     lines = [
-        _line(model, mode, by_variant, names)
-        for (model, mode), by_variant in rows.items()
+        _line(mode, by_variant, names)
+        for (_, mode), by_variant in rows.items()
         if COMPUTE in by_variant
     ]
     head = (
@@ -43,6 +44,39 @@ def block_table(record: Record) -> str:
     return markdown(head, lines) if lines else ""
 
 
+def projection_table(record: Record) -> str:
+    """One shape a line, in graphs: the bare GEMMs, and what each variant is a multiple of them."""
+    rows: dict[str, dict[str, Row]] = {}
+    for row in record.rows:
+        if row.op == QKV and row.mode == "graph":
+            rows.setdefault(row.model, {})[str(detail(row, "variant"))] = row
+    names = [variant.name for variant in PROJECTIONS if variant.name != GEMMS]
+    lines = [
+        (
+            _title(by_variant[GEMMS]),
+            number(by_variant[GEMMS].median_us, 0),
+            *(_multiple(by_variant.get(name)) for name in names),
+        )
+        for by_variant in rows.values()
+        if GEMMS in by_variant
+    ]
+    titles = {**TITLES, COMPUTE: "with norm and RoPE, nothing sent", OURS: "ours, V first"}
+    head = ("before attention, in a graph", "GEMMs, us", *(titles.get(n, n) for n in names))
+    return markdown(head, lines) if lines else ""
+
+
+def _multiple(row: Row | None) -> str:
+    if row is None:
+        return "not run"
+    ratio = f"{number(detail(row, 'ratio_to_gemm'), 2)} x"
+    return f"{ratio} WRONG" if row.exact is False else ratio
+
+
+def _title(row: Row) -> str:
+    _, seq, heads, _ = row.shape
+    return row.model if f"S={seq}" in row.model else f"{row.model}, S={seq}, H={heads}"
+
+
 def tax_of(row: Row | None) -> str:
     """Tax, and the quartiles of its rounds."""
     if row is None or row.tax_percent is None or row.tax_quartiles is None:
@@ -51,15 +85,13 @@ def tax_of(row: Row | None) -> str:
     return f"{row.tax_percent:+.1f} % ({low:.1f} to {high:.1f})"
 
 
-def _line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
+def _line(mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
     compute = rows[COMPUTE]
-    _, seq, heads, _ = compute.shape
-    title = model if f"S={seq}" in model else f"{model}, S={seq}, H={heads}"
     exact = [row.exact for row in rows.values() if row.exact is not None]
     errors = [detail(row, "relative_error") for row in rows.values()]
     error = max((float(error) for error in errors if error is not None), default=None)
     return (
-        f"{title}, {mode}",
+        f"{_title(compute)}, {mode}",
         number(compute.median_us, 0),
         *(tax_of(rows.get(name)) for name in names),
         yes(bool(exact) and all(exact)) + ("" if error is None else f", others {error:.1e}"),

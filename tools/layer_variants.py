@@ -1,7 +1,7 @@
 """The block through :class:`UlyssesAttention`: the peers' parts first, the own part last.
 
-Norm and rotation are the block's own, so that what differs from the other variants is the order and
-the splits alone.
+Norm and rotation are computed by the same kernel as in the other variants, so that what differs is
+the order and the splits alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ulysses_ops.exchange import Exchange
 from ulysses_ops.layer import UlyssesAttention
 from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.schedule import PEERS_FIRST, Schedule
-from ulysses_ops.tools.block import EPS, Block
+from ulysses_ops.tools.block import EPS, Block, has_kernels
 from ulysses_ops.tools.block_setting import Run, Setting
 from ulysses_ops.windows import Window
 
@@ -60,9 +60,9 @@ def layer_variant(
 def layer_of(
     setting: Setting, schedule: Schedule, kind: type[UlyssesAttention] = UlyssesAttention
 ) -> tuple[UlyssesAttention, Tensor, Tensor]:
-    """The block's attention layer, and its tables of angles as the layer checks them.
+    """The block's attention layer, and its tables of angles as the layer takes them.
 
-    The block's kernel has tables of its own.
+    Where norm and RoPE are a kernel of Inductor's, that has tables of its own.
     """
     block = setting.block
     weights = block.weights
@@ -77,10 +77,11 @@ def layer_of(
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
         attention=block.attention,
-        norm_rope_kernel=_norm_rope_of(block),
+        norm_rope_kernel=None if has_kernels(block.cosines.device) else _norm_rope_of(block),
         schedule=schedule,
     )
-    cos, sin = (table[:, 0, ::2] for table in (block.cosines, block.sines))
+    cos = block.cosines[:, 0, ::2].contiguous()
+    sin = block.sines[:, 0, 1::2].contiguous()
     return layer, cos, sin
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ulysses_ops.tools.block_table import block_table
+from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.fault_table import faults_table, models_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.results import Row
@@ -126,6 +126,24 @@ def replays_table(record: Record) -> str:
     return markdown(("exchange", "ranks", "replays", "mismatches"), lines) if lines else ""
 
 
+def uneven_table(record: Record) -> str:
+    """One exchange a line: what uneven splits add to the time of even ones."""
+    lines = [
+        (
+            f"{row.model}, {row.op}",
+            str(list(row.shape)),
+            number(row.median_us, 1),
+            number(detail(row, "percent_over_even"), 1, " %"),
+            number(detail(row, "percent_over_its_bytes"), 1, " %"),
+            yes(row.exact),
+        )
+        for row in record.rows
+        if detail(row, "percent_over_even") is not None
+    ]
+    head = ("exchange", "shape", "median us", "over even", "over its largest part", "exact")
+    return markdown(head, lines) if lines else ""
+
+
 def tests_table(record: Record) -> str:
     """Outcome of a run of the test suite, and the trees that were tested."""
     content = record.content
@@ -141,12 +159,14 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "exchange": exchange_table,
     "attention": attention_table,
     "block": block_table,
+    "qkv": projection_table,
     "step": step_table,
     "generation": generation_table,
     "graphs": graphs_table,
     "costs": costs_table,
     "replays": replays_table,
     "tests": tests_table,
+    "uneven": uneven_table,
     "faults": faults_table,
     "models": models_table,
 }

@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--record-tests", metavar="DIR", help="folder of results to write tests.json in"
     )
+    group.addoption(
+        "--record-name", default="tests", help="name of that file, where one run has several parts"
+    )
     group.addoption("--record-commit", metavar="ID", help="tested commit, where git cannot tell")
     group.addoption(
         "--record-trees",
@@ -41,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.getoption("--record-commit"),
             parse_trees(given) if given else read_trees(),
             " ".join(config.args),
+            config.getoption("--record-name"),
         )
         config.pluginmanager.register(recorder, "ulysses-recorder")
 
@@ -62,13 +66,19 @@ class Recorder:
     """Notes the outcome of every test and writes them when the session ends."""
 
     def __init__(
-        self, folder: Path, commit: str | None, trees: dict[str, str] | None, selection: str
+        self,
+        folder: Path,
+        commit: str | None,
+        trees: dict[str, str] | None,
+        selection: str,
+        name: str,
     ) -> None:
         """Start with nothing noted."""
         self._folder = folder
         self._commit = commit
         self._trees = trees
         self._selection = selection
+        self._name = name
         self._passed: list[str] = []
         self._failed: dict[str, str] = {}
         self._skipped: dict[str, str] = {}
@@ -105,7 +115,7 @@ class Recorder:
             "failed": self._failed,
             "skipped": self._skipped,
         }
-        write_results(self._folder, "tests", machine, self._commit, content)
+        write_results(self._folder, self._name, machine, self._commit, content)
 
 
 def _crash(report: pytest.TestReport) -> str:

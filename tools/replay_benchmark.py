@@ -39,8 +39,8 @@ def run_benchmark(
         str,
         typer.Option(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
-            "block; or 'all' of these. And, not part of 'all', qkv: the stage of the block before "
-            "attention; step: whole models of diffusers."
+            "block; or 'all' of these. And, not part of 'all', uneven: splits that are not alike; "
+            "qkv: the stage of the block before attention; step: whole models of diffusers."
         ),
     ] = "all",
     variants: Annotated[

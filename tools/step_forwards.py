@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_ops.attention import AttentionKernel
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.diffusers_attention import Forward
-from ulysses_ops.joint_attention import Producer, ReplicatedRows
+from ulysses_ops.joint import JointSequence
+from ulysses_ops.joint_attention import with_mask
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.values_first import AttentionKernel, Producer
 
 
 class Baseline(Forward):
@@ -32,8 +33,9 @@ class Baseline(Forward):
         k: Producer,
         q: Producer,
         *,
+        joint: JointSequence | None,
         attention: AttentionKernel,
-        replicated: ReplicatedRows,
+        mask: Tensor | None,
         copy_out: bool,
     ) -> Tensor:
         """V, K and Q one after the other.
@@ -41,12 +43,14 @@ class Baseline(Forward):
         Raises:
             ValueError: text rows are replicated.
         """
-        if replicated.count:
+        if joint is not None and joint.text_splits is None:
             message = (
-                f"baseline: {replicated.count} text rows must be divisible by "
+                f"baseline: {joint.text_rows} text rows must be divisible by "
                 f"world_size={self.comm.world_size}; choose another number of text rows"
             )
             raise ValueError(message)
+        if joint is not None:
+            attention = with_mask("baseline", self.comm, joint, attention, mask)
         values = self.scatter(v(), 0)
         keys = self.scatter(k(), 1)
         queries = self.scatter(q(), 2)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .copy_engine import SIGNAL_KINDS
 from .mapping import MAPPING_KINDS
@@ -46,6 +47,31 @@ def check_timeout(timeout_s: float) -> None:
             f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0"
         )
         raise ValueError(message)
+
+
+def group_of(given: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The ranks that are meant: of a group, of a mesh of one dimension, or of the default group.
+
+    Raises:
+        ValueError: the mesh has more dimensions, or this process is not among the ranks.
+    """
+    if given is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    found: object = given
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            names = list(given.mesh_dim_names or range(given.ndim))
+            message = (
+                f"UlyssesCommunicator: the mesh has dimensions {names}, and a communicator spans "
+                f"one; pass mesh[{names[-1]!r}], say"
+            )
+            raise ValueError(message)
+        found = None if given.get_coordinate() is None else given.get_group()
+    # For ranks outside a group torch hands out a number in its place.
+    if not isinstance(found, ProcessGroup):
+        message = "UlyssesCommunicator: this process is not a rank of the group given to it"
+        raise ValueError(message)
+    return found
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

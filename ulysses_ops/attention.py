@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NoReturn
 
 import torch
@@ -11,29 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .exchange import Exchange, check_source
+from .exchange import check_source
 from .functional import FUNCTIONAL_NAMES
-from .heads import HeadShare, share_heads
-from .ops import gather, scatter
+from .heads import share_heads
 from .plan import as_tuple, checked_splits, layout_of_source
+from .values_first import (
+    AttentionKernel,
+    AttentionWindows,
+    attend_functionally,
+    attend_in_windows,
+)
 from .window_spec import WindowSpec
-from .windows import Window, refuse, reserve
-
-# (q, k, v), each (B, S_global, heads, D), -> (B, S_global, heads, D)
-AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionWindows:
-    """The windows of one attention layer; layers of the same shape share them.
-
-    ``v``, ``k`` and ``q`` are one channel: they leave one by one and are completed together.
-    """
-
-    v: Window
-    k: Window
-    q: Window
-    out: Window
+from .windows import refuse, reserve
 
 
 def qkv_specs(
@@ -185,43 +174,16 @@ def ulysses_attention(
         splits = checked_splits("ulysses_attention", "seq", seq_splits, None, comm.world_size)
         if not q.shape[1] == k.shape[1] == splits[comm.rank]:
             _refuse_rows(q, k, comm, splits, head_splits, functional, windows)
+    producers = (lambda: v, lambda: k, lambda: q)
     if functional:
-        q_heads, kv_heads, kv_starts = (
-            (None, None, None)
-            if share.is_even
-            else (share.q_splits, share.kv_splits, share.kv_starts)
-        )
-        queries = scatter(q, comm, seq_splits=seq_splits, head_splits=q_heads)
-        keys, values = (
-            scatter(x, comm, seq_splits=seq_splits, head_splits=kv_heads, head_starts=kv_starts)
-            for x in (k, v)
-        )
-        attended = attend(attention, share, comm.rank, queries, keys, values)
-        return gather(attended, comm, seq_splits=seq_splits, head_splits=q_heads)
+        return attend_functionally(comm, producers, share, attention, seq_splits=seq_splits)
     if windows is None:
         options = {"seq_splits": seq_splits, "head_splits": head_splits}
         windows = reserve_attention(comm, tuple(q.shape), tuple(k.shape), q.dtype, **options)
     # All of them before the first leaves: a refusal between two sends would leave one in flight.
     for x, window in ((v, windows.v), (k, windows.k), (q, windows.q)):
         check_source(comm, window, x, None, "scatter_into")
-    with Exchange(comm) as exchange:
-        exchange.send(v, windows.v)
-        exchange.send(k, windows.k)
-        exchange.send(q, windows.q)
-    arrived = (windows.q.tensor, windows.k.tensor, windows.v.tensor)
-    attended = attend(attention, share, comm.rank, *arrived)
-    with Exchange(comm) as exchange:
-        exchange.send(attended, windows.out)
-    return windows.out.tensor.clone() if copy_out else windows.out.tensor
-
-
-def attend(
-    attention: AttentionKernel, share: HeadShare, rank: int, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """The kernel on this rank's heads; a rank without any, or without rows, calls none."""
-    if 0 in q.shape:
-        return q
-    return attention(q, share.expand(k, rank), share.expand(v, rank))
+    return attend_in_windows(comm, producers, windows, share, attention, copy_out=copy_out)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] | None) -> None:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
-from .arguments import backends_of, check_arguments, check_timeout, resolve_device
+from .arguments import backends_of, check_arguments, check_timeout, group_of, resolve_device
 from .copy_engine import CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
@@ -57,7 +58,7 @@ class UlyssesCommunicator:
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
         transport: str | None = None,
@@ -72,8 +73,10 @@ class UlyssesCommunicator:
         """Meet the other ranks and agree on a transport.
 
         Args:
-            group: The ranks; the default group when left out, one rank when there is none.
-            device: This rank's device; the current CUDA device, or the CPU where there is none.
+            group: The ranks, as a group or as a mesh of one dimension (``mesh["ulysses"]``); the
+                default group when left out, one rank when there is none.
+            device: This rank's device; the current CUDA device, or the CPU where there is none or
+                where the mesh is of CPUs.
             transport: ``"ce"``, ``"nccl"`` or ``"gloo"`` to insist; chosen by the topology if
             ``None``.
             mapping: ``"symm_mem"`` or ``"ipc"`` to insist; the first that works if ``None``.
@@ -93,12 +96,9 @@ class UlyssesCommunicator:
             TopologyError: what was insisted on is not eligible; the same text on every rank.
             AgreementError: a rank did not come within ``timeout_s``.
         """
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        # For ranks outside a group torch hands out a number in its place.
-        if group is not None and not isinstance(group, ProcessGroup):
-            message = "UlyssesCommunicator: this process is not a rank of the group given to it"
-            raise ValueError(message)
+        if device is None and isinstance(group, DeviceMesh):
+            device = group.device_type
+        group = group_of(group)
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
@@ -375,4 +375,31 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
             f"ranks; pass comm.world_size"
         )
         raise ValueError(message)
+    return found
+
+
+def shared_communicator(
+    group: ProcessGroup | DeviceMesh | UlyssesCommunicator | None,
+) -> UlyssesCommunicator:
+    """The open communicator over these ranks that bears the group's name, or a new one.
+
+    For code that is handed a group once a layer. Who gets a new one has to keep it.
+
+    Raises:
+        ValueError: this process is not in the group.
+        AgreementError: a rank did not come in time.
+
+    Collective where there is none yet.
+    """
+    if isinstance(group, UlyssesCommunicator):
+        return group
+    return open_communicator(group) or UlyssesCommunicator(group)
+
+
+def open_communicator(group: ProcessGroup | DeviceMesh | None) -> UlyssesCommunicator | None:
+    """The open communicator over these ranks that bears the group's name; local."""
+    ranks = group_of(group)
+    found = _BY_NAME.get("ulysses" if ranks is None else ranks.group_name)
+    if found is None or found.closed or found.group is not ranks or not found._is_current():
+        return None
     return found

@@ -7,17 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .attention import AttentionKernel
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
-from .joint_attention import (
-    NONE_REPLICATED,
-    Producer,
-    ReplicatedRows,
-    attend_as_computed,
-    interleave_keys,
-    replicate_rows,
-)
+from .joint import JointSequence
+from .joint_attention import attend_as_computed, replicate_rows
+from .values_first import AttentionKernel, Producer
 
 
 class Forward:
@@ -26,6 +20,7 @@ class Forward:
     Attributes:
         comm: The ranks.
         text_rows: Rows of text in joint attention, on all ranks together; 0 where there is none.
+        image_rows: Rows of image, on all ranks together.
         is_under_way: Whether there is such a call, and the other attributes are about it.
     """
 
@@ -33,6 +28,7 @@ class Forward:
         """Before the first call."""
         self.comm = comm
         self.text_rows = 0
+        self.image_rows = 0
         self.is_under_way = False
 
     @property
@@ -46,18 +42,29 @@ class Forward:
         k: Producer,
         q: Producer,
         *,
+        joint: JointSequence | None,
         attention: AttentionKernel,
-        replicated: ReplicatedRows,
+        mask: Tensor | None,
         copy_out: bool,
     ) -> Tensor:
         """:func:`.joint_attention.attend_as_computed` between the ranks. Collective."""
         return attend_as_computed(
-            self.comm, v, k, q, attention=attention, replicated=replicated, copy_out=copy_out
+            self.comm, v, k, q, joint=joint, attention=attention, mask=mask, copy_out=copy_out
         )
 
     def replicate(self, x: Tensor) -> Tensor:
         """:func:`.joint_attention.replicate_rows` between the ranks. Collective."""
         return replicate_rows(self.comm, x)
+
+    def joint(self, is_text_first: bool) -> JointSequence | None:
+        """Who holds which rows; ``None`` where there is no text among them."""
+        if self.text_rows == 0:
+            return None
+        ranks = self.comm.world_size
+        text = (self.text_rows // ranks,) * ranks if self.is_text_sharded else None
+        return JointSequence(
+            self.text_rows, (self.image_rows // ranks,) * ranks, text, is_text_first
+        )
 
 
 class Processor:
@@ -79,13 +86,9 @@ class Processor:
         """The function that turns queries and keys by their positions."""
         raise NotImplementedError
 
-    def kernel(self, mask: Tensor | None) -> AttentionKernel:
-        """The attention backend, with a mask over all keys in the order of the ranks."""
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.dispatch(q, k, v, attn_mask=mask, backend=self._attention_backend)
-
-        return attention
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """The attention backend; a mask is over all keys in the order in which they arrive."""
+        return self.dispatch(q, k, v, attn_mask=mask, backend=self._attention_backend)
 
     def attend(
         self,
@@ -101,26 +104,20 @@ class Processor:
 
         ``mask`` is over the keys in the order of the model: text before image or after it.
         """
-        forward, world_size = self.forward, self.forward.comm.world_size
+        forward = self.forward
         if not forward.is_under_way:
             message = (
                 "parallelize: attention was called outside a call of the model; call the model "
                 "itself, neither its forward nor a part of it"
             )
             raise UlyssesError(message)
-        replicated = NONE_REPLICATED
-        if not forward.is_text_sharded:
-            replicated = ReplicatedRows(forward.text_rows, is_text_first)
-        elif mask is not None:
-            image_rows = mask.shape[-1] - forward.text_rows
-            first = forward.text_rows if is_text_first else image_rows
-            mask = interleave_keys(mask, first, world_size)
         out = forward.attend(
             v,
             k,
             q,
-            attention=self.kernel(mask),
-            replicated=replicated,
+            joint=forward.joint(is_text_first),
+            attention=self.kernel,
+            mask=mask,
             copy_out=copy_out,
         )
         return out.flatten(2)

@@ -161,6 +161,7 @@ class ParallelModel:
         if not torch.compiler.is_compiling():
             self._check_processors(name)
         self._forward.is_under_way = True
+        self._forward.image_rows = rows
         if self._family.text_inputs:
             self._forward.text_rows = inputs["encoder_hidden_states"].shape[1]
         timestep = inputs["timestep"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .diffusers_attention import Processor
-from .joint_attention import Producer
+from .values_first import Producer
 
 Linear = Callable[[Tensor], Tensor]
 Rotation = tuple[Tensor, Tensor] | None

@@ -1,4 +1,4 @@
-"""Joint attention: text rows and image rows in one sequence, the image sharded between ranks.
+"""Which rank holds which rows of text and image, where both are one sequence; pure.
 
 NOTE [joint order]: a kernel sees rows in another order than the model where text is sharded, for
 rows arrive rank by rank: rank 0's text and image, then rank 1's. Attention does not depend on the
@@ -8,24 +8,15 @@ put into the same order. Where text is replicated the order is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionKernel, attend, sdpa, ulysses_attention
-from .communicator import UlyssesCommunicator
-from .exchange import Exchange, check_source
-from .heads import HeadShare, share_heads
-from .ops import gather, scatter
-from .plan import Direction, as_tuple, even_splits
-from .window_spec import WindowSpec
-from .windows import Window, refuse, reserve
+from .plan import even_splits
 
 # Transformers of diffusers 0.42.1 that attend over text and image rows jointly -> whether text
 # comes first: read from their attention processors, or from the model where its streams are one.
@@ -83,10 +74,12 @@ class JointSequence:
     def __post_init__(self) -> None:
         """Refuse splits that are not of these rows."""
         text = self.text_splits
+        # Not min(): compilers do not trace it with a default, and note which one is the smallest.
         if (
             self.text_rows < 0
-            or min(self.image_splits, default=-1) < 0
-            or (text is not None and (len(text) != self.world_size or min(text) < 0))
+            or len(self.image_splits) == 0
+            or any(rows < 0 for rows in (*self.image_splits, *(text or ())))
+            or (text is not None and len(text) != self.world_size)
             or (text is not None and sum(text) != self.text_rows)
         ):
             message = (
@@ -117,6 +110,11 @@ class JointSequence:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.image_splits)
+
+    @property
+    def row_splits(self) -> tuple[int, ...]:
+        """Rows that each rank holds."""
+        return tuple(self.local_rows(rank) for rank in range(self.world_size))
 
     @property
     def total_rows(self) -> int:
@@ -183,154 +181,3 @@ class JointSequence:
         text = (self.text_start + before, self.local_text_rows(rank))
         image = (self.image_starts()[rank], self.image_splits[rank])
         return [text, image] if self.text_first else [image, text]
-
-
-def ulysses_joint_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    comm: UlyssesCommunicator,
-    joint: JointSequence,
-    *,
-    attention: AttentionKernel = sdpa,
-    mask: Tensor | None = None,
-    head_splits: Sequence[int] | None = None,
-) -> Tensor:
-    """Attention over text and image, of which this rank holds a part.
-
-    Text that is sharded travels like image rows. Text that is replicated is not sent before
-    attention, since every rank has it: a rank writes its own heads of it beside the image rows that
-    arrive. After attention every rank gets all heads of all text rows.
-
-    Args:
-        q: ``(B, S_local, H, D)``, text and image of this rank in the order of the model.
-        k: ``(B, S_local, H_kv, D)``; H is a multiple of ``H_kv``.
-        v: As ``k``.
-        comm: An open communicator.
-        joint: Who holds what.
-        attention: The kernel, on ``(B, S, heads, D)``; with ``mask`` it is called with that
-            keyword.
-        mask: Over all rows in the order of the model; see :meth:`JointSequence.arrange`.
-        head_splits: As in :func:`ulysses_ops.ulysses_attention`.
-
-    Returns:
-        ``(B, S_local, H, D)``, rows as in ``q``, ready on the current stream.
-
-    Raises:
-        ValueError: shapes, splits, dtypes or devices are wrong; on every rank or on this rank alone
-            as in :func:`ulysses_ops.ulysses_attention`.
-        UlyssesError: closed, or a capture needs windows that are not reserved.
-
-    Collective: every rank calls it with matching shapes, in the same order. Differentiable where an
-    input requires grad; gradients are those of the sum of all ranks' losses, and those of a
-    replicated row have to be added up over the ranks.
-
-    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
-    """
-    if joint.world_size != comm.world_size:
-        message = (
-            f"ulysses_joint_attention: joint is of {joint.world_size} ranks, the communicator of "
-            f"{comm.world_size}; divide the rows over the ranks of the communicator"
-        )
-        raise ValueError(message)
-    if mask is not None:
-        masked = cast("Callable[..., Tensor]", attention)
-        attention = partial(masked, mask=joint.arrange(mask))
-    if joint.text_splits is not None:
-        splits = tuple(joint.local_rows(rank) for rank in range(joint.world_size))
-        options: dict[str, Any] = {"seq_splits": splits, "head_splits": head_splits}
-        return ulysses_attention(q, k, v, comm, attention=attention, **options)
-    share = share_heads(q.shape[2], k.shape[2], comm.world_size, as_tuple(head_splits))
-    specs = _specs(joint, share, q, k)
-    rows = joint.local_rows(comm.rank)
-    if not q.shape[1] == k.shape[1] == v.shape[1] == rows:
-        message = (
-            f"ulysses_joint_attention: rank {comm.rank} holds q {list(q.shape)}, "
-            f"k {list(k.shape)}, v {list(v.shape)}, but {joint} gives it {rows} rows; shard as it "
-            f"says"
-        )
-        refuse(comm, specs, message)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if needs_grad or torch.compiler.is_compiling():
-        return _attend_functionally(q, k, v, comm, joint, share, attention)
-    windows = reserve(comm, specs)
-    values, keys, queries, image_out, text_out = windows
-    sent = [(joint.split(x, comm.rank), w) for x, w in zip((v, k, q), windows[:3], strict=True)]
-    for (_, image), window in sent:
-        check_source(comm, window, image, None, "scatter_into")
-    with Exchange(comm) as exchange:
-        for (text, image), window in sent:
-            exchange.send(image, window)
-            beside = window.tensor.narrow(1, joint.text_start, joint.text_rows)
-            beside.copy_(_own_heads(text, window, comm.rank))
-    arrived = (queries.tensor, keys.tensor, values.tensor)
-    attended = attend(attention, share, comm.rank, *arrived)
-    with Exchange(comm) as exchange:
-        exchange.send(attended, image_out)
-        exchange.send(attended, text_out)
-    return joint.join(text_out.tensor, image_out.tensor)
-
-
-def _specs(joint: JointSequence, share: HeadShare, q: Tensor, k: Tensor) -> list[WindowSpec]:
-    """V, K, Q and the output's image and text rows, where text is replicated."""
-    rows, ranks = joint.total_rows, joint.world_size
-
-    def spec(name: str, x: Tensor, heads: Any, splits: Any, starts: Any) -> WindowSpec:
-        direction: Direction = "gather" if name in ("image", "text") else "scatter"
-        channel = "joint.out" if direction == "gather" else "joint.qkv"
-        shape = (x.shape[0], rows, x.shape[2], x.shape[3])
-        return WindowSpec(
-            f"joint.{name}", direction, shape, x.dtype, channel, splits, heads[0], starts, heads[1]
-        )
-
-    image = (joint.image_splits, joint.image_starts())
-    text = ((joint.text_rows,) * ranks, (joint.text_start,) * ranks)
-    kv_heads, q_heads = (share.kv_splits, share.kv_starts), (share.q_splits, None)
-    return [
-        spec("v", k, kv_heads, *image),
-        spec("k", k, kv_heads, *image),
-        spec("q", q, q_heads, *image),
-        spec("image", q, q_heads, *image),
-        spec("text", q, q_heads, *text),
-    ]
-
-
-def _own_heads(text: Tensor, window: Window, rank: int) -> Tensor:
-    return text.narrow(2, window.layout.head_offset(rank), window.layout.head_splits[rank])
-
-
-def _attend_functionally(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    comm: UlyssesCommunicator,
-    joint: JointSequence,
-    share: HeadShare,
-    attention: AttentionKernel,
-) -> Tensor:
-    rank, ranks = comm.rank, comm.world_size
-    wholes = []
-    for x, splits, starts in (
-        (q, share.q_splits, tuple(accumulate(share.q_splits[:-1], initial=0))),
-        (k, share.kv_splits, share.kv_starts),
-        (v, share.kv_splits, share.kv_starts),
-    ):
-        text, image = joint.split(x, rank)
-        arrived = scatter(
-            image, comm, seq_splits=joint.image_splits, head_splits=splits, head_starts=starts
-        )
-        wholes.append(joint.join(text.narrow(2, starts[rank], splits[rank]), arrived))
-    attended = attend(attention, share, rank, *wholes)
-    heads = share.q_splits
-    text = attended.narrow(1, joint.text_start, joint.text_rows)
-    image = attended.narrow(1, joint.image_starts()[0], sum(joint.image_splits))
-    everywhere = gather(
-        text,
-        comm,
-        seq_splits=(joint.text_rows,) * ranks,
-        head_splits=heads,
-        seq_starts=(0,) * ranks,
-    )
-    return joint.join(
-        everywhere, gather(image, comm, seq_splits=joint.image_splits, head_splits=heads)
-    )

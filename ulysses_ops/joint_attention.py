@@ -1,59 +1,104 @@
-"""Attention of one layer, each tensor sent as soon as it is computed; text rows beside image rows.
+"""Attention over text and image rows in one sequence, and of tensors that are still to be computed.
 
-NOTE [joint text]: some models attend over image rows and text rows together. Rows that are sharded
-travel like image rows, and the order of the sequence becomes that of the ranks: rank 0's rows, then
-rank 1's. Without a mask attention does not depend on the order of its keys; a mask has to be put
-into the same order (:func:`interleave_keys`). Rows that do not divide by the number of ranks are
-replicated: every rank holds all of them, attends with its own heads of them, and gets the other
-heads of the result from the other ranks.
+Text that is sharded travels like image rows. Text that is replicated is not sent before attention,
+since every rank has it: a rank writes its own heads of it beside the image rows that arrive. After
+attention every rank gets all heads of all text rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionKernel, AttentionWindows, reserve_attention, sdpa
+from .attention import reserve_attention, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
-from .exchange import Exchange
-from .ops import gather, scatter
+from .exchange import check_source
+from .heads import HeadShare, share_heads
+from .joint import JointSequence
+from .ops import scatter
+from .plan import Direction, as_tuple
+from .values_first import (
+    AttentionKernel,
+    AttentionWindows,
+    Producer,
+    Producers,
+    attend_functionally,
+    attend_in_windows,
+)
 from .window_spec import WindowSpec
-from .windows import Window, reserve
-
-Producer = Callable[[], Tensor]  # () -> (B, S, H, D)
+from .windows import refuse, reserve
 
 
-@dataclass(frozen=True)
-class ReplicatedRows:
-    """Rows of the sequence that every rank holds alike, while the others are sharded.
+def ulysses_joint_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    comm: UlyssesCommunicator,
+    joint: JointSequence,
+    *,
+    attention: AttentionKernel = sdpa,
+    mask: Tensor | None = None,
+    head_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Attention over text and image, of which this rank holds a part.
 
-    Attributes:
-        count: How many; 0 where all rows are sharded.
-        at_start: Whether they come before the sharded rows, or after them.
+    ``out = gather(attention(scatter(q), scatter(k), scatter(v)))`` over the rows of both.
+
+    Args:
+        q: ``(B, S_local, H, D)``, text and image of this rank in the order of the model.
+        k: ``(B, S_local, H_kv, D)``; H is a multiple of ``H_kv``.
+        v: As ``k``.
+        comm: An open communicator.
+        joint: Who holds what.
+        attention: The kernel, on ``(B, S, heads, D)``; with ``mask`` it is called with that
+            keyword.
+        mask: Over all rows in the order of the model; see :meth:`JointSequence.arrange`.
+        head_splits: As in :func:`ulysses_ops.ulysses_attention`.
+
+    Returns:
+        ``(B, S_local, H, D)``, rows as in ``q``, ready on the current stream.
+
+    Raises:
+        ValueError: shapes, splits, dtypes or devices are wrong; on every rank or on this rank alone
+            as in :func:`ulysses_ops.ulysses_attention`.
+        UlyssesError: closed, or a capture needs windows that are not reserved.
+
+    Collective: every rank calls it with matching shapes, in the same order. Differentiable where an
+    input requires grad; gradients are those of the sum of all ranks' losses, and those of a
+    replicated row have to be added up over the ranks.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-
-    count: int = 0
-    at_start: bool = True
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the replicated and of the sharded rows of ``x``, ``(B, S, ...)``."""
-        if self.at_start:
-            return x[:, : self.count], x[:, self.count :]
-        first = x.shape[1] - self.count
-        return x[:, first:], x[:, :first]
-
-    def join(self, replicated: Tensor, sharded: Tensor) -> Tensor:
-        """Undo :meth:`split`; a copy, unless no row is replicated."""
-        if self.count == 0:
-            return sharded
-        parts = (replicated, sharded) if self.at_start else (sharded, replicated)
-        return torch.cat(parts, dim=1)
-
-
-NONE_REPLICATED = ReplicatedRows()
+    attention = with_mask("ulysses_joint_attention", comm, joint, attention, mask)
+    if joint.text_splits is not None:
+        options: dict[str, Any] = {"seq_splits": joint.row_splits, "head_splits": head_splits}
+        return ulysses_attention(q, k, v, comm, attention=attention, **options)
+    share = share_heads(q.shape[2], k.shape[2], comm.world_size, as_tuple(head_splits))
+    specs = _specs(joint, share, tuple(q.shape), tuple(k.shape), q.dtype)
+    rows = joint.local_rows(comm.rank)
+    if not q.shape[1] == k.shape[1] == v.shape[1] == rows:
+        message = (
+            f"ulysses_joint_attention: rank {comm.rank} holds q {list(q.shape)}, "
+            f"k {list(k.shape)}, v {list(v.shape)}, but {joint} gives it {rows} rows; shard as it "
+            f"says"
+        )
+        refuse(comm, specs, message)
+    producers = (lambda: v, lambda: k, lambda: q)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if needs_grad or torch.compiler.is_compiling():
+        splits = joint.image_splits
+        return attend_functionally(
+            comm, producers, share, attention, replicated=joint, seq_splits=splits
+        )
+    windows = AttentionWindows(*reserve(comm, specs))
+    # All of them before the first leaves: a refusal between two sends would leave one in flight.
+    for x, window in ((v, windows.v), (k, windows.k), (q, windows.q)):
+        check_source(comm, window, joint.split(x, comm.rank)[1], None, "scatter_into")
+    return attend_in_windows(comm, producers, windows, share, attention, replicated=joint)
 
 
 def attend_as_computed(
@@ -62,8 +107,11 @@ def attend_as_computed(
     k: Producer,
     q: Producer,
     *,
+    num_heads: int | None = None,
+    joint: JointSequence | None = None,
     attention: AttentionKernel = sdpa,
-    replicated: ReplicatedRows = NONE_REPLICATED,
+    mask: Tensor | None = None,
+    head_splits: Sequence[int] | None = None,
     copy_out: bool = True,
 ) -> Tensor:
     """``out = gather(attention(scatter(q()), scatter(k()), scatter(v())))``, V first.
@@ -73,21 +121,24 @@ def attend_as_computed(
 
     Args:
         comm: An open communicator.
-        v: Computes the values, ``(B, S_local + count, H, D)``; may return a view of a fused
-            projection.
+        v: Computes the values, ``(B, S_local, H_kv, D)``; may return a view of a fused projection.
         k: Computes the keys, of the same shape.
-        q: Computes the queries, of the same shape.
-        attention: The kernel, on ``(B, S_global + count, H_local, D)``; replicated rows are where
-            they were, sharded ones in the order of the ranks.
-        replicated: Rows that every rank holds alike.
+        q: Computes the queries, ``(B, S_local, H, D)``.
+        num_heads: H; as many as ``v`` has when left out.
+        joint: Who holds which rows of text and image; without it every rank holds ``S_local`` rows.
+        attention: The kernel, as in :func:`ulysses_joint_attention`.
+        mask: Likewise; it needs ``joint``.
+        head_splits: As in :func:`ulysses_ops.ulysses_attention`.
         copy_out: Return a tensor of the caller's own. Without it the result may be a window, valid
             only until the next attention of this shape.
 
     Returns:
-        ``(B, S_local + count, H, D)``, ready on the current stream.
+        ``(B, S_local, H, D)``, rows as in ``q()``, ready on the current stream.
 
     Raises:
-        ValueError: H is not divisible by ``comm.world_size``; raised before any rank waits.
+        ValueError: shapes or splits are wrong. What is wrong with the values is raised before any
+            rank waits; keys and queries are looked at when they are there, and then the
+            communicator has to be closed where it uses the copy engines.
         UlyssesError: closed, or a capture needs windows that are not reserved.
 
     Collective: every rank calls it with matching shapes, in the same order. Where gradients are
@@ -95,30 +146,40 @@ def attend_as_computed(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _attend_functionally(comm, (v, k, q), attention, replicated)
+    if joint is not None:
+        attention = with_mask("attend_as_computed", comm, joint, attention, mask)
+    elif mask is not None:
+        message = "attend_as_computed: a mask needs joint=, which says in what order the rows are"
+        raise ValueError(message)
     values = v()
-    windows, own_rows = _reserve(comm, values, replicated)
-    kept: list[Tensor] = []
-    with Exchange(comm) as exchange:
-        for produce, window in ((None, windows.v), (k, windows.k), (q, windows.q)):
-            whole = values if produce is None else produce()
-            rows, sharded = replicated.split(whole)
-            exchange.send(sharded, window)
-            kept.append(_own_heads(rows, comm))
-    values, keys, queries = (
-        replicated.join(rows, window.tensor)
-        for rows, window in zip(kept, (windows.v, windows.k, windows.q), strict=True)
+    batch, rows, kv_heads, head_dim = values.shape
+    if joint is not None and rows != joint.local_rows(comm.rank):
+        message = (
+            f"attend_as_computed: rank {comm.rank} computes v {list(values.shape)}, but {joint} "
+            f"gives it {joint.local_rows(comm.rank)} rows; shard as it says"
+        )
+        raise ValueError(message)
+    heads = kv_heads if num_heads is None else num_heads
+    share = share_heads(heads, kv_heads, comm.world_size, as_tuple(head_splits))
+    producers: Producers = (lambda: values, k, q)
+    replicated = joint if joint is not None and joint.text_splits is None else None
+    splits = None if joint is None else joint.row_splits
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if replicated is not None:
+            splits = replicated.image_splits
+        return attend_functionally(
+            comm, producers, share, attention, replicated=replicated, seq_splits=splits
+        )
+    q_shape, kv_shape = (batch, rows, heads, head_dim), (batch, rows, kv_heads, head_dim)
+    if replicated is None:
+        options = {"seq_splits": splits, "head_splits": head_splits}
+        windows = reserve_attention(comm, q_shape, kv_shape, values.dtype, **options)
+    else:
+        specs = _specs(replicated, share, q_shape, kv_shape, values.dtype)
+        windows = AttentionWindows(*reserve(comm, specs))
+    return attend_in_windows(
+        comm, producers, windows, share, attention, replicated=replicated, copy_out=copy_out
     )
-    rows, sharded = replicated.split(attention(queries, keys, values))
-    with Exchange(comm) as exchange:
-        exchange.send(sharded, windows.out)
-        if own_rows is not None:
-            _send_to_all(exchange, rows.flatten(2), own_rows, comm)
-    out = windows.out.tensor
-    if own_rows is not None:
-        return replicated.join(_all_heads(own_rows.tensor.squeeze(2), comm, out), out)
-    return out.clone() if copy_out else out
 
 
 def replicate_rows(comm: UlyssesCommunicator, x: Tensor) -> Tensor:
@@ -134,101 +195,62 @@ def replicate_rows(comm: UlyssesCommunicator, x: Tensor) -> Tensor:
     Raises:
         UlyssesError: closed, or a capture needs a window that is not reserved.
 
-    Collective: as :func:`attend_as_computed`. It is a scatter in which the part for every rank is
-    the same.
+    Collective and differentiable, as :func:`ulysses_ops.scatter`: it is the scatter of one head
+    that every rank has in its range.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _replicate_functionally(comm, x)
-    window = _row_window(comm, "rows", x.shape, x.dtype)
-    with Exchange(comm) as exchange:
-        _send_to_all(exchange, x, window, comm)
-    return window.tensor.squeeze(2).clone()
+    ranks = comm.world_size
+    one = x.unsqueeze(2)
+    return scatter(one, comm, head_splits=(1,) * ranks, head_starts=(0,) * ranks).squeeze(2)
 
 
-def interleave_keys(mask: Tensor, count: int, world_size: int) -> Tensor:
-    """Put a mask over keys into the order in which sharded keys arrive.
-
-    Args:
-        mask: ``(..., S)`` over the whole sequence: ``count`` keys of one kind, then
-            those of another.
-        count: Number of keys of the first kind; each kind is divisible by ``world_size``.
-        world_size: Number of ranks; each sends its shard of the first kind, then of the second.
-
-    Returns:
-        ``(..., S)``: rank by rank, its keys of the first kind and then of the second.
-    """
-    kinds = (mask[..., :count], mask[..., count:])
-    return torch.cat([kind.unflatten(-1, (world_size, -1)) for kind in kinds], dim=-1).flatten(-2)
-
-
-# ---- windows -------------------------------------------------------------------------------------
-
-
-def _reserve(
-    comm: UlyssesCommunicator, values: Tensor, replicated: ReplicatedRows
-) -> tuple[AttentionWindows, Window | None]:
-    batch, rows, heads, head_dim = values.shape
-    shape = (batch, rows - replicated.count, heads, head_dim)
-    windows = reserve_attention(comm, shape, shape, values.dtype)
-    if replicated.count == 0:
-        return windows, None
-    part = (batch, replicated.count, heads // comm.world_size * head_dim)
-    return windows, _row_window(comm, "attention.replicated", part, values.dtype)
-
-
-def _row_window(
-    comm: UlyssesCommunicator, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Window:
-    """A window ``(B, R * world_size, 1, E)`` for a part ``(B, R, E)`` of every rank."""
-    batch, rows, elems = shape
-    whole = (batch, rows * comm.world_size, comm.world_size, elems)
-    return reserve(comm, [WindowSpec(name, "scatter", whole, dtype)])[0]
-
-
-def _send_to_all(exchange: Exchange, x: Tensor, window: Window, comm: UlyssesCommunicator) -> None:
-    part = x.unsqueeze(2)
-    for step in range(1, comm.world_size):
-        exchange.send(part, window, peer=(comm.rank + step) % comm.world_size)
-    if comm.world_size == 1:
-        exchange.send(part, window)
-    else:
-        window.own_view.copy_(part)
-
-
-def _own_heads(x: Tensor, comm: UlyssesCommunicator) -> Tensor:
-    """The heads ``(B, count, H_local, D)`` with which this rank attends."""
-    heads = x.shape[2] // comm.world_size
-    return x.narrow(2, comm.rank * heads, heads)
-
-
-def _all_heads(x: Tensor, comm: UlyssesCommunicator, like: Tensor) -> Tensor:
-    """``(B, world_size * count, H_local * D)``, rank by rank -> ``(B, count, H, D)``."""
-    by_rank: Tensor = x.unflatten(1, [comm.world_size, -1]).transpose(1, 2)
-    return by_rank.reshape(x.shape[0], -1, *like.shape[2:])
-
-
-# ---- functional operators ------------------------------------------------------------------------
-
-
-def _attend_functionally(
+def with_mask(
+    op: str,
     comm: UlyssesCommunicator,
-    producers: tuple[Producer, Producer, Producer],
+    joint: JointSequence,
     attention: AttentionKernel,
-    replicated: ReplicatedRows,
-) -> Tensor:
-    wholes = []
-    for produce in producers:
-        rows, sharded = replicated.split(produce())
-        wholes.append(replicated.join(_own_heads(rows, comm), scatter(sharded, comm)))
-    values, keys, queries = wholes
-    rows, sharded = replicated.split(attention(queries, keys, values))
-    out = gather(sharded, comm)
-    if replicated.count == 0:
-        return out
-    everywhere = _replicate_functionally(comm, rows.flatten(2))
-    return replicated.join(_all_heads(everywhere, comm, out), out)
+    mask: Tensor | None,
+) -> AttentionKernel:
+    """The kernel with a mask over all rows in the order of the model; ``op`` names who refuses.
+
+    Raises:
+        ValueError: ``joint`` is of another number of ranks, or the mask of other rows.
+    """
+    if joint.world_size != comm.world_size:
+        message = (
+            f"{op}: joint is of {joint.world_size} ranks, the communicator of {comm.world_size}; "
+            f"divide the rows over the ranks of the communicator"
+        )
+        raise ValueError(message)
+    if mask is None:
+        return attention
+    masked = cast("Callable[..., Tensor]", attention)
+    return partial(masked, mask=joint.arrange(mask))
 
 
-def _replicate_functionally(comm: UlyssesCommunicator, x: Tensor) -> Tensor:
-    parts = x.unsqueeze(2).expand(-1, -1, comm.world_size, -1)
-    return scatter(parts, comm).squeeze(2)
+def _specs(
+    joint: JointSequence,
+    share: HeadShare,
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> list[WindowSpec]:
+    """V, K, Q and the output's image and text rows, where text is replicated."""
+    rows, ranks = joint.total_rows, joint.world_size
+
+    def spec(name: str, x: tuple[int, ...], heads: Any, splits: Any, starts: Any) -> WindowSpec:
+        direction: Direction = "gather" if name in ("out", "text") else "scatter"
+        channel = "attention.out" if direction == "gather" else "attention.qkv"
+        shape = (x[0], rows, x[2], x[3])
+        ranges = (splits, heads[0], starts, heads[1])
+        return WindowSpec(f"attention.{name}", direction, shape, dtype, channel, *ranges)
+
+    image = (joint.image_splits, joint.image_starts())
+    text = ((joint.text_rows,) * ranks, (joint.text_start,) * ranks)
+    kv_heads, q_heads = (share.kv_splits, share.kv_starts), (share.q_splits, None)
+    return [
+        spec("v", kv_shape, kv_heads, *image),
+        spec("k", kv_shape, kv_heads, *image),
+        spec("q", q_shape, q_heads, *image),
+        spec("out", q_shape, q_heads, *image),
+        spec("text", q_shape, q_heads, *text),
+    ]

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionKernel, out_specs, qkv_specs, sdpa, ulysses_attention
+from .attention import out_specs, qkv_specs, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
+from .fused_projection import FusedKernel, project_fused
 from .layer_checks import check_inputs, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
@@ -23,6 +24,7 @@ from .peers_first import Output, Projected, Rotation, attend, project
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
 from .schedule import Problem, ProjectionSplit, Schedule
+from .values_first import AttentionKernel
 from .windows import Window, reserve
 
 NOTHING = NormRope()  # what happens to V
@@ -70,7 +72,7 @@ class UlyssesAttention(nn.Module):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         attention: AttentionKernel = sdpa,
-        norm_rope_kernel: NormRopeKernel = apply_norm_rope,
+        norm_rope_kernel: NormRopeKernel | None = None,
         schedule: Schedule | Literal["auto"] = "auto",
         constants: Constants | None = None,
     ) -> None:
@@ -91,7 +93,10 @@ class UlyssesAttention(nn.Module):
             attention: The kernel, on ``(B, S, heads, D)``. It must treat each query row and each
                 head by itself; one that cannot (with a causal mask, say) needs a schedule with
                 ``attention="whole"``.
-            norm_rope_kernel: What computes :func:`~ulysses_ops.part_norm_rope.apply_norm_rope`.
+            norm_rope_kernel: What computes :func:`~ulysses_ops.part_norm_rope.apply_norm_rope`;
+                when left out, :func:`~ulysses_ops.qk_norm_rope_into` on CUDA, where its kernel
+                fits the layer and ``cos`` and ``sin`` are contiguous ``(S_local, D / 2)`` tables
+                in float32.
             schedule: ``"auto"`` lets the planner choose by shape.
             constants: What the planner computes with; those of the package when left out.
 
@@ -308,9 +313,13 @@ class UlyssesAttention(nn.Module):
                 (self.v, self.k, self.q), windows, kinds, norms, strict=True
             )
         )
-        rotation = Rotation(cos, sin, self._norm_rope_kernel)
+        fused = FusedKernel(self.norm_rope, cos, sin)
         with self.begin_exchange() as exchange:
-            project(x, (v, k, q), rotation, self.comm.rank, split, exchange)
+            if self._norm_rope_kernel is None and fused.fits(x, self.head_dim, norms):
+                project_fused(x, (v, k, q), fused, self.comm.rank, split, exchange)
+            else:
+                rotation = Rotation(cos, sin, self._norm_rope_kernel or apply_norm_rope)
+                project(x, (v, k, q), rotation, self.comm.rank, split, exchange)
         return q.window.tensor, k.window.tensor, v.window.tensor
 
     def begin_exchange(self) -> Exchange:
@@ -381,7 +390,8 @@ class UlyssesAttention(nn.Module):
                 return heads
             is_across = self.norm_rope.norm == "across_heads"
             factor = row_factor(heads, self.norm_rope.eps) if is_across else None
-            return self._norm_rope_kernel(heads, self.norm_rope, weight, factor, cos, sin)
+            kernel = self._norm_rope_kernel or apply_norm_rope
+            return kernel(heads, self.norm_rope, weight, factor, cos, sin)
 
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
         k = transformed(self.k, self.k_norm)

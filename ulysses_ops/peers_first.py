@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import AttentionKernel
 from .exchange import Exchange
 from .part_norm_rope import NormRope, NormRopeKernel, row_factor
 from .schedule import ProjectionSplit, Schedule, peer_groups
+from .values_first import AttentionKernel
 from .windows import Window
 
 BeginExchange = Callable[[], Exchange]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from whole_tensors import check_service, numbered
 
 from ulysses_ops import (
@@ -55,6 +56,36 @@ def test_what_it_tells_of_itself(ranks: Ranks) -> None:
     assert (
         ranks(2).run(attributes, timeout_s=20) == [("gloo", ("every rank has a CPU device",))] * 2
     )
+
+
+def of_a_mesh(rank: int, world_size: int) -> None:
+    whole = init_device_mesh("cpu", (world_size,))
+    with UlyssesCommunicator(whole, timeout_s=10) as comm:
+        assert (comm.rank, comm.world_size) == (rank, world_size)
+        check_service(comm)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ulysses"))
+    with (
+        UlyssesCommunicator(mesh["ulysses"], timeout_s=10) as comm,
+        UlyssesCommunicator(mesh["data"], timeout_s=10) as across,
+    ):
+        assert comm.group is mesh.get_group("ulysses")
+        assert (comm.rank, across.rank) == (rank % 2, rank // 2)
+        assert comm.device == torch.device("cpu")
+        check_service(comm)
+        check_service(across)
+    with pytest.raises(ValueError, match="a communicator spans one; pass mesh\\['ulysses'\\], say"):
+        UlyssesCommunicator(mesh, timeout_s=10)
+    first = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        with UlyssesCommunicator(first, timeout_s=10) as comm:
+            check_service(comm)
+    else:
+        with pytest.raises(ValueError, match="this process is not a rank of the group given"):
+            UlyssesCommunicator(first, timeout_s=10)
+
+
+def test_dimensions_of_a_mesh(ranks: Ranks) -> None:
+    ranks(4).run(of_a_mesh, timeout_s=40)
 
 
 def test_one_process_without_a_group_is_one_rank() -> None:

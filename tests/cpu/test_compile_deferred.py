@@ -10,11 +10,13 @@ import torch
 from generated_code import faults
 from rank_pool import RankPool
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from whole_tensors import numbered
 
 from ulysses_ops import (
     Exchange,
     UlyssesCommunicator,
+    UlyssesError,
     Window,
     WindowSpec,
     gather,
@@ -172,3 +174,140 @@ def hand_over_a_copy(rank: int, world_size: int) -> None:
 
 def test_a_temporary_in_place_of_the_window_is_refused(compiling_ranks: RankPool) -> None:
     compiling_ranks.run(hand_over_a_copy, timeout_s=60)
+
+
+# ---- reuse, removal, breaks, lengths -------------------------------------------------------------
+
+
+def reuse(comm: UlyssesCommunicator, is_told: bool) -> Round:
+    """A source that is done with, to all appearances, and a product that would fit its memory."""
+    op = torch.ops.ulysses
+    v, k = (window.tensor for window in open_windows(comm, "v", "k"))
+    after = (comm.token, comm.world_size, comm.name)
+    weight = torch.eye(8) * 2
+
+    def round_of_two(x: Tensor) -> Any:
+        s = x * 2 + 1
+        op.scatter_into(s, v, *after)
+        t = x @ weight
+        op.scatter_into(t, k, *after)
+        op.complete([v, k], [s, t] if is_told else [t], *after)
+        return v + k
+
+    return round_of_two
+
+
+def reused(rank: int, world_size: int, is_told: bool) -> list[str]:
+    """Lines before the completion that hand a buffer on, as the memory of another one."""
+    from torch._inductor.utils import get_code
+
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        function = reuse(comm, is_told)
+        x = numbered(1, 4, 4, 8)
+        codes = get_code(compiled(function), x)
+        if is_told:
+            fast = compiled(function)
+            for sign in (1, -1):
+                torch.testing.assert_close(fast(sign * x), function(sign * x))
+            assert faults(codes, "ulysses", ["scatter_into"] * 2 + ["complete"]) == []
+        else:  # which it is not told at its peril
+            with pytest.raises(UlyssesError, match="the 1 sources are not the 2 tensors that"):
+                function(x)
+    (source,) = [code for code in codes if "torch.ops.ulysses." in code]
+    before, _ = source.split("torch.ops.ulysses.complete")
+    return [line.strip() for line in before.splitlines() if "# reuse" in line]
+
+
+def test_a_source_in_flight_is_not_reused(compiling_ranks: RankPool) -> None:
+    assert compiling_ranks.run(reused, True, timeout_s=100) == [[], []]
+
+
+def test_a_source_that_complete_is_not_given_is_reused(compiling_ranks: RankPool) -> None:
+    """Control of the test above: Inductor writes the product where the source still is."""
+    first, second = compiling_ranks.run(reused, False, timeout_s=100)
+    assert len(first) == len(second) == 1, (first, second)
+
+
+PURE = "ulysses_pure"
+
+
+def define_pure() -> torch.library.Library:
+    """The control: the deferred operators, said to change nothing."""
+    library = torch.library.Library(PURE, "FRAGMENT")
+    for name, function in (("scatter_into", ops._scatter_into), ("complete", ops._complete)):
+        schema = ops.SCHEMAS[name].replace("(a!)", "").replace("(b!)", "")
+        library.define(name + schema)
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"{PURE}::{name}", lambda *args: None, lib=library)
+    return library
+
+
+def removed(rank: int, world_size: int, namespace: str) -> bool:
+    from torch._inductor.utils import get_code
+
+    library = define_pure() if namespace == PURE else None
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        function = rounds(comm, namespace)["result_unused"]
+        codes = get_code(compiled(function), numbered(1, 4, 4, 8))
+    del library
+    return not any(f"torch.ops.{namespace}." in code for code in codes)
+
+
+def test_operators_without_a_result_are_not_removed(compiling_ranks: RankPool) -> None:
+    """Nor would the test miss it: said to mutate nothing, they are."""
+    assert compiling_ranks.run(removed, "ulysses", timeout_s=60) == [False, False]
+    assert compiling_ranks.run(removed, PURE, timeout_s=60) == [True, True]
+
+
+def with_a_break(rank: int, world_size: int) -> int:
+    """The source is a result of one graph and an argument of the next."""
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        (v,) = open_windows(comm, "v")
+        after = (comm.token, comm.world_size, comm.name)
+
+        def broken(x: Tensor) -> Tensor:
+            s = x * 2 + 1
+            torch.ops.ulysses.scatter_into(s, v.tensor, *after)
+            torch._dynamo.graph_break()
+            t = s.sin()
+            torch.ops.ulysses.complete([v.tensor], [s], *after)
+            return v.tensor + t.sum()
+
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("inductor")
+        fast = torch.compile(broken, backend=counter)
+        for x in (numbered(1, 4, 4, 8) + rank, -numbered(1, 4, 4, 8)):
+            torch.testing.assert_close(fast(x), broken(x))
+            assert pending_channels(comm) == ""
+    return counter.frame_count
+
+
+def test_a_graph_break_between_send_and_completion(compiling_ranks: RankPool) -> None:
+    assert compiling_ranks.run(with_a_break, timeout_s=100) == [2, 2]
+
+
+def of_other_lengths(rank: int, world_size: int) -> int:
+    """Windows come in as arguments, one for each length; one dynamic graph serves them."""
+    with UlyssesCommunicator(timeout_s=20) as comm:
+
+        def step(x: Tensor, window: Tensor, token: Tensor) -> Tensor:
+            s = x * 2 + 1
+            torch.ops.ulysses.scatter_into(s, window, token, comm.world_size, comm.name)
+            t = s.sin()
+            torch.ops.ulysses.complete([window], [s], token, comm.world_size, comm.name)
+            return window + t.sum()
+
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("inductor")
+        fast = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+        for rows in (5, 7, 11, 13):  # no size is another one's by chance
+            spec = WindowSpec("v", "scatter", (1, rows * world_size, 4, 8), torch.float32)
+            (window,) = reserve(comm, [spec])
+            x = numbered(1, rows, 4, 8) + rank
+            found = fast(x, window.tensor, comm.token)
+            torch.testing.assert_close(found, step(x, window.tensor, comm.token))
+    return counter.frame_count
+
+
+def test_windows_of_other_lengths_in_one_graph(compiling_ranks: RankPool) -> None:
+    assert compiling_ranks.run(of_other_lengths, timeout_s=150) == [1, 1]

@@ -18,6 +18,8 @@ from torch import Tensor
 from ulysses_ops import Exchange, UlyssesCommunicator, collective
 from ulysses_ops.agreement import Agreement
 from ulysses_ops.diffusers_models import parallelize
+from ulysses_ops.joint import JointSequence
+from ulysses_ops.joint_attention import replicate_rows
 
 pytest.importorskip("diffusers", reason="diffusers is not installed: pip install -e .[diffusers]")
 
@@ -117,7 +119,7 @@ def without_an_exchange(
         assert_near(output(model, inputs), expected)
 
 
-EVERY_EXCHANGE = ["attention.v", "attention.k", "attention.q", "attention.out", "rows"]
+EVERY_EXCHANGE = ["attention.v", "attention.k", "attention.q", "attention.out", "ulysses::scatter"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,7 +129,7 @@ def test_the_comparison_notices_an_exchange_that_is_left_out(ranks: Ranks, name:
 
 @pytest.mark.parametrize("name", JOINT)
 def test_the_comparison_notices_replicated_text_that_is_not_sent(ranks: Ranks, name: str) -> None:
-    windows = [*EVERY_EXCHANGE, "attention.replicated"]
+    windows = [*EVERY_EXCHANGE, "attention.text"]
     ranks(2).run(without_an_exchange, name, REPLICATED_TEXT, windows, timeout_s=60)
 
 
@@ -138,7 +140,7 @@ def without_order(rank: int, world_size: int, name: str) -> None:
     inputs = tiny.call_with(SHARDED_TEXT)
     expected = output(model, inputs)
     with UlyssesCommunicator(timeout_s=20) as comm, parallelize(model, comm):
-        with mock.patch("ulysses_ops.diffusers_attention.interleave_keys", lambda mask, *_: mask):
+        with mock.patch.object(JointSequence, "arrange", lambda self, mask: mask):
             wrong = output(model, inputs)
         assert float((wrong - expected).abs().max()) > NOTICED, "BLIND"
 
@@ -219,6 +221,10 @@ def order_and_meetings(rank: int, world_size: int, name: str, text_rows: int) ->
         events.append(f"send {window.spec.name}")
         send(exchange, x, window, **options)
 
+    def replicated(comm: UlyssesCommunicator, x: Tensor) -> Tensor:
+        events.append("replicate rows")
+        return replicate_rows(comm, x)
+
     with UlyssesCommunicator(timeout_s=20) as comm, parallelize(model, comm):
         output(model, inputs)
         layer, _ = attention_layers(model)[0]
@@ -228,6 +234,7 @@ def order_and_meetings(rank: int, world_size: int, name: str, text_rows: int) ->
             )
         with (
             mock.patch.object(Exchange, "send", noted),
+            mock.patch("ulysses_ops.diffusers_attention.replicate_rows", replicated),
             mock.patch.object(Agreement, "exchange", side_effect=AssertionError("a meeting")),
         ):
             output(model, inputs)
@@ -244,9 +251,9 @@ def test_values_leave_before_keys_are_computed_and_ranks_meet_once(
     expected = [f"{what}{letter}" for letter in "vkq" for what in ("project ", "send attention.")]
     expected.append("send attention.out")
     if name in JOINT and text_rows == REPLICATED_TEXT:
-        expected.append("send attention.replicated")
+        expected.append("send attention.text")
     assert first[: len(expected)] == expected
-    assert first[-1] == "send rows"
+    assert first[-1] == "replicate rows"
 
 
 def with_gradients_enabled(rank: int, world_size: int, name: str, text_rows: int) -> None:

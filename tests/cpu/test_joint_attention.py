@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -12,14 +13,8 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 from torch import Tensor
 
-from ulysses_ops import UlyssesCommunicator
-from ulysses_ops.attention import AttentionKernel
-from ulysses_ops.joint_attention import (
-    ReplicatedRows,
-    attend_as_computed,
-    interleave_keys,
-    replicate_rows,
-)
+from ulysses_ops import JointSequence, UlyssesCommunicator, sdpa, ulysses_joint_attention
+from ulysses_ops.joint_attention import attend_as_computed, replicate_rows
 
 Ranks = Callable[[int], RankPool]
 BATCH, HEADS, DIM = 2, 4, 8
@@ -30,12 +25,9 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def masked(mask: Tensor) -> AttentionKernel:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :]).transpose(1, 2)
-
-    return attention
+def masked(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
 def joint(first: Tensor, second: Tensor, is_text_first: bool) -> Tensor:
@@ -54,9 +46,10 @@ def against_one_process(
     )
     is_text = torch.arange(text_rows) < torch.tensor([[2], [text_rows - 1]])
     mask = joint(is_text, torch.ones(BATCH, image_rows, dtype=torch.bool), is_text_first)
+    mask = mask[:, None, None, :]
     wholes = [joint(*pair, is_text_first) for pair in zip(text, image, strict=True)]
     wholes[2].requires_grad_()
-    expected = masked(mask)(*wholes)
+    expected = masked(*wholes, mask=mask)
 
     def own(x: Tensor) -> Tensor:
         return x.chunk(world_size, dim=1)[rank]
@@ -65,9 +58,13 @@ def against_one_process(
         return joint(own(x) if is_sharded else x, own(y), is_text_first)
 
     q, k, v = (local(*pair).requires_grad_(grad) for pair in zip(text, image, strict=True))
-    replicated = ReplicatedRows(0 if is_sharded else text_rows, is_text_first)
-    if is_sharded:
-        mask = interleave_keys(mask, text_rows if is_text_first else image_rows, world_size)
+    sequence = JointSequence.divided(
+        text_rows,
+        image_rows,
+        world_size,
+        text="sharded" if is_sharded else "replicated",
+        text_first=is_text_first,
+    )
     with UlyssesCommunicator(timeout_s=20) as comm, torch.set_grad_enabled(grad):
         for _ in range(2):
             out = attend_as_computed(
@@ -75,8 +72,9 @@ def against_one_process(
                 lambda: v,
                 lambda: k,
                 lambda: q,
-                attention=masked(mask),
-                replicated=replicated,
+                joint=sequence,
+                attention=masked,
+                mask=mask,
             )
         right = local(*parts(expected, text_rows, is_text_first))
         assert_near(out, right)
@@ -149,14 +147,52 @@ def test_without_copy_out_the_result_is_a_window(ranks: Ranks) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(world_size=st.integers(1, 4), first=st.integers(0, 5), second=st.integers(0, 5))
-def test_interleaved_keys_are_where_their_rank_puts_them(
-    world_size: int, first: int, second: int
+@given(
+    world_size=st.integers(1, 4),
+    first=st.integers(0, 5),
+    second=st.integers(0, 5),
+    text_first=st.booleans(),
+)
+def test_keys_of_a_mask_go_where_their_rank_puts_them(
+    world_size: int, first: int, second: int, text_first: bool
 ) -> None:
+    counts = (first, second) if text_first else (second, first)
+    sequence = JointSequence.divided(
+        counts[0] * world_size,
+        counts[1] * world_size,
+        world_size,
+        text="sharded",
+        text_first=text_first,
+    )
     mask = torch.arange((first + second) * world_size)
     count = first * world_size
     by_rank = [
         torch.cat([mask[:count][r * first : (r + 1) * first], mask[count:][r * second :][:second]])
         for r in range(world_size)
     ]
-    assert torch.equal(interleave_keys(mask, count, world_size), torch.cat(by_rank))
+    assert torch.equal(sequence.arrange(mask), torch.cat(by_rank))
+
+
+# ---- fewer KV heads, uneven rows, refusals -------------------------------------------------------
+
+
+def shared_and_uneven(rank: int, world_size: int, text: Literal["sharded", "replicated"]) -> None:
+    """Six query heads over two KV heads, told beforehand, since V leaves before Q is there."""
+    sequence = JointSequence.divided(5, 7, world_size, text=text)
+    generator = torch.Generator().manual_seed(3)
+    wholes = [torch.randn(1, 12, heads, DIM, generator=generator) for heads in (6, 2, 2)]
+    expected = sequence.shard(sdpa(*wholes), rank)
+    q, k, v = (sequence.shard(x, rank) for x in wholes)
+    with UlyssesCommunicator(timeout_s=20) as comm, torch.no_grad():
+        out = attend_as_computed(comm, lambda: v, lambda: k, lambda: q, num_heads=6, joint=sequence)
+        assert_near(out, expected)
+        with pytest.raises(ValueError, match=r"rank \d computes v \[1, \d, 2, 8\], but"):
+            attend_as_computed(comm, lambda: v[:, 1:], lambda: k, lambda: q, joint=sequence)
+        with pytest.raises(ValueError, match="a mask needs joint="):
+            attend_as_computed(comm, lambda: v, lambda: k, lambda: q, mask=torch.ones(1))
+        assert_near(ulysses_joint_attention(q, k, v, comm, sequence), expected)
+
+
+@pytest.mark.parametrize("text", ["sharded", "replicated"])
+def test_shared_heads_and_uneven_rows(ranks: Ranks, text: Literal["sharded", "replicated"]) -> None:
+    ranks(2).run(shared_and_uneven, text, timeout_s=30)

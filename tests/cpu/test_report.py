@@ -19,7 +19,7 @@ from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.benchmark_plan import Choice, Plan, plan_benchmark
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans, with_trials
 from ulysses_ops.tools.block_job import BlockJob
-from ulysses_ops.tools.block_table import block_table
+from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.block_trial import Tried
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
 from ulysses_ops.tools.markdown import Record
@@ -205,6 +205,27 @@ def test_blocks_have_a_table(tmp_path: Path) -> None:
     content["rows"][1]["exact"] = False
     assert "**no**" in block_table(Record("h200-x2", "block", content))
     assert block_table(Record("h200-x2", "other", {"rows": []})) == ""
+
+
+def test_the_stage_before_attention_has_a_table() -> None:
+    rows = []
+    for name, ratio, exact in (("gemms", 1.0, None), ("ours", 1.126, True), ("naive", 1.3, False)):
+        details = {"variant": name, "ratio_to_gemm": ratio}
+        row = replace(_block_row(name, "graph", None), op="qkv", exact=exact, details=details)
+        rows += [row, replace(row, mode="eager")]
+    record = Record("h200-x2", "qkv", {"rows": rows_to_json(rows)})
+    (line,) = projection_table(record).splitlines()[2:]
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
+        "Wan 480p, S=32760, H=40",
+        "1,000",
+        "not run",
+        "1.13 x",
+        "not run",
+        "not run",
+        "1.30 x WRONG",
+        "not run",
+    ]
+    assert projection_table(Record("h200-x2", "other", {"rows": []})) == ""
 
 
 def test_pictures_are_drawn_from_the_files_alone(tmp_path: Path) -> None:

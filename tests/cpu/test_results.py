@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_an_unknown_table_is_an_error() -> None:
         readme_tables.regenerate("<!-- table:speed -->\n<!-- /table -->", [])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/reliability.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reliability.md", "docs/shapes.md"])
 def test_tables_of_the_docs_are_current(page: str) -> None:
     text = (ROOT / page).read_text()
     assert readme_tables.MARKED.search(text), f"{page} has no marked table"
@@ -318,6 +319,10 @@ def test_a_run_of_the_suite_is_recorded(tmp_path: Path) -> None:
     }
     assert content["trees"] == {"csrc": "1", "ulysses_ops": "2", "graphs": "3"}
     assert content["commit"] == "abc"
+    _run_suite(tmp_path, "--record-tests", "out", "--record-name", "tests_part", *trees)
+    assert json.loads((tmp_path / "out" / "cpu" / "tests_part.json").read_text()) == content | {
+        "date": mock.ANY
+    }
 
 
 def test_a_record_needs_an_id_for_every_tree(tmp_path: Path) -> None:

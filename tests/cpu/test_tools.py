@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ import typer
 from recorded import MACHINE, a_row
 from typer.testing import CliRunner
 
+from ulysses_ops import UlyssesCommunicator
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.tools import benchmark_run, peer_copy, replay_benchmark, replays
+from ulysses_ops.plan import Layout
+from ulysses_ops.reference import shard_of
+from ulysses_ops.tools import benchmark_run, peer_copy, replay_benchmark, replays, uneven_rows
 from ulysses_ops.tools.benchmark_job import BenchmarkJob, run_rank
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.parity import ParityJob
@@ -175,13 +179,40 @@ def test_the_job_runs_on_two_cpu_ranks() -> None:
         "scatter, one rank late",
         "gather, beside GEMMs",
         "gather, one rank late",
+        *(
+            f"{op}, {splits}"
+            for op in ("scatter", "gather")
+            for splits in ("even", "uneven rows", "uneven heads")
+        ),
         "replayed exchange",
     }
+    for row in rows:
+        if row.op.endswith(", even"):
+            assert (row.details or {})["percent_over_even"] == 0
     assert all(row.exact for row in rows if (row.details or {}).get("variant") != "compute")
     assert rows_from_json(json.loads(json.dumps(rows_to_json(rows))))[0].transport == "gloo"
     replayed = rows[-1].details or {}
     assert (replayed["replays_done"], replayed["mismatches"]) == (5, 0)
     assert replayed["control_mismatches"] > 0
+
+
+def _uneven_with_wrong_rows(context: RankContext, argument: None) -> dict[str, bool | None]:
+    def wrong(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+        part = shard_of(whole, layout, rank)
+        return part.flip(1) if rank == 1 and layout.seq_splits[0] != layout.seq_splits[1] else part
+
+    with (
+        mock.patch.object(uneven_rows, "shard_of", wrong),
+        UlyssesCommunicator(device=context.device, name="test.uneven") as comm,
+    ):
+        rows = uneven_rows.uneven_rows(context, comm, TINY, Effort(1, 0.5))
+    return {row.op: row.exact for row in rows}
+
+
+def test_uneven_rows_at_the_wrong_place_are_seen() -> None:
+    for exact in run_ranks(_uneven_with_wrong_rows, None, cpu_ranks()):
+        wrong = [op for op, is_exact in exact.items() if not is_exact]
+        assert wrong == ["scatter, uneven rows", "gather, uneven rows"]
 
 
 def _replay_with_wrong_pattern(context: RankContext, argument: ReplayJob) -> list[Row]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ulysses_ops import UlyssesCommunicator
 from ulysses_ops.diffusers_models import parallelize
 from ulysses_ops.graphs import CapturedStep, capture_step
-from ulysses_ops.joint_attention import ReplicatedRows
+from ulysses_ops.joint import JointSequence
 from ulysses_ops.tools.models import Resolution, build, inputs
 
 pytest.importorskip("diffusers", reason="diffusers is not installed: pip install -e .[diffusers]")
@@ -51,8 +51,9 @@ def attend_alone(
     k: Callable[[], Tensor],
     q: Callable[[], Tensor],
     *,
+    joint: JointSequence | None,
     attention: Callable[..., Tensor],
-    replicated: ReplicatedRows,
+    mask: Tensor | None,
     copy_out: bool,
 ) -> Tensor:
     """The exchanges left out: each rank attends to its own rows."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from exact_layer import Layer, all_schedules, layer_of, linear_attention
+from fused_layer import KINDS, compare_all, fused_and_plain, inputs, spoil
 from on_gpu import NO_OPEN, NO_WAIT, communicator, delay, fault, settle
 from rank_pool import RankPool
 from torch import Tensor
@@ -24,6 +25,7 @@ from ulysses_ops import (
     UlyssesCommunicator,
     sdpa,
 )
+from ulysses_ops.fused_projection import FusedKernel
 from ulysses_ops.graphs import capture_step
 
 HEAD_CHUNKS = Schedule("peers", "heads", "slabs", 2)
@@ -84,6 +86,32 @@ def with_norms(rank: int, world_size: int) -> None:
 
 def test_norm_and_rope(pair: RankPool) -> None:
     pair.run(with_norms)
+
+
+def fused_stage(rank: int, world_size: int) -> int:
+    """The fused kernel against PyTorch, eager; then captured, against itself."""
+    with communicator() as comm:
+        compare_all(comm, KINDS, 1)
+        compare_all(comm, KINDS[:2], 2)
+        kind = KINDS[0]
+        fused, _ = fused_and_plain(comm, kind, Schedule("peers", "whole", "whole"))
+        x, cos, sin = inputs(comm, kind, 1, 1)
+        assert FusedKernel(kind, cos, sin).fits(x, fused.head_dim, (fused.q_norm, fused.k_norm))
+        captured = capture_step(comm, lambda x: fused.project(x, cos, sin), [x])
+        wrong = 0
+        for seed in range(20):
+            x = inputs(comm, kind, 1, seed)[0]
+            expected = [part.clone() for part in fused.project(x, cos, sin)]
+            spoil(fused, x)
+            got = captured.replay(x)
+            wrong += sum(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        settle()
+        captured.close()
+        return wrong
+
+
+def test_the_fused_first_stage(pair: RankPool) -> None:
+    assert pair.run(fused_stage, timeout_s=60) == [0, 0]
 
 
 def in_bf16(rank: int, world_size: int) -> dict[str, float]:
