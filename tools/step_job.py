@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ulysses_ops.tools.step_loop import generation_rows
 from ulysses_ops.tools.step_memory import WINDOWS_PER_SHAPE, memory_rows
 from ulysses_ops.tools.step_rows import OP, STEPS, StepSite, open_bench, step_rows
 from ulysses_ops.tools.step_variants import FALLBACK, select_step_variants
-from ulysses_ops.tools.timeline import Timeline
+from ulysses_ops.tools.timeline import Activity, Timeline
 from ulysses_ops.tools.timing import Effort
 
 SECTION = "step"
@@ -175,7 +175,11 @@ def _count_launches(
         if built.prepare is not None:
             built.prepare()
         lines[built.key] = profile_step(site.context, built.run, built.key)
-    seen = site.context.gather(lines)[0]
+    told = site.context.gather({key: asdict(line) for key, line in lines.items()})[0]
+    seen = {
+        key: Timeline(tuple(Activity(**each) for each in line["activities"]), line["launches"])
+        for key, line in told.items()
+    }
     report.amend(lambda row: counted(row, site.case, seen))
 
 

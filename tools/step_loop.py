@@ -126,13 +126,13 @@ def generation_rows(site: StepSite, steps: int, until: float) -> list[Row]:
                 exact[scheduler, mode] &= context.agree(same_bits(found[0], reference))
         host_us = context.gather(loops.host_us)
         moves = not same_bits(next(iter(expected.values())), args[0])
-        by_rank = context.gather(rounds)
+        by_rank = {key: context.gather(rounds[key]) for key in exact}
     return [
         _row(
             site,
             steps,
             key,
-            summarise([rank[key] for rank in by_rank]),
+            summarise(by_rank[key]),
             exact[key] and moves,
             host_us,
         )
