@@ -89,7 +89,7 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
     fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
     if constructor is None and fields:
         yield (
-            "```python\n"
+            "```text\n"
             f"class {node.name}:\n"
             + "\n".join(f"    {line}" for line in fields if not line.startswith("_"))
             + "\n```\n"
@@ -121,7 +121,7 @@ def _signature(node: ast.FunctionDef | ast.ClassDef, name: str) -> str:
     if name != node.name:  # a constructor
         returned = ""
     text = f"{name}({ast.unparse(taken)}){returned}"
-    return f"```python\n{text}\n```\n"
+    return f"```text\n{text}\n```\n"
 
 
 def _described(node: ast.FunctionDef | ast.ClassDef) -> str:
