@@ -142,11 +142,10 @@ def debug_exchange(
     layout = layout_of_source(op, direction, x.shape, comm.rank, comm.world_size, *splits)
     salt = comm.attach(RESOURCE, _Calls).next_salt()
     sent = _sent_marks(layout, comm.rank, x.device) ^ salt
-    pieces = []
-    for piece in _as_elements(sent, x):
-        pieces.append(
-            exchange_once(functional, piece, comm.world_size, comm.name, *splits).contiguous()
-        )
+    pieces = [
+        exchange_once(functional, piece, comm.world_size, comm.name, *splits)
+        for piece in _as_elements(sent, x)
+    ]
     received = _as_marks(pieces, layout.window_shape(comm.rank)) ^ salt
     found = _compare(layout, comm.rank, received)
     record = None if found is None else [found.place, found.expected, found.found, found.count]
@@ -171,8 +170,7 @@ def _as_elements(marks: Tensor, x: Tensor) -> list[Tensor]:
     # A bool can be 0 and 1 alone, but a byte is as wide.
     dtype = torch.uint8 if x.dtype == torch.bool else x.dtype
     return [
-        _strided(part.contiguous().view(dtype).squeeze(-1), x)
-        for part in wide.split(width, dim=-1)
+        _strided(part.contiguous().view(dtype).squeeze(-1), x) for part in wide.split(width, dim=-1)
     ]
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .sequence_plan import imbalance_of
 from .workload import ModelShape, Workload
 
 ACTIVATIONS = 12  # tensors of a row's width that a layer has in memory at once, about
@@ -143,11 +142,6 @@ def _predict(
     row_width = m.width + (m.heads + m.kv_heads) * m.head_dim // tp
     elems = weights + ACTIVATIONS * rows * row_width
     if cached:
-        kv_heads = max(m.kv_heads / (sp * tp), 1) * sp  # of all rows, or as many rows fewer
-        elems += math.ceil(m.layers * rows * 2 * kv_heads * m.head_dim)
+        kv_heads = max(m.kv_heads / (sp * tp), 1)  # of each rank, for all rows of its group
+        elems += math.ceil(m.layers * rows * sp * 2 * kv_heads * m.head_dim)
     return Parallelism(sp, tp, dp, step_us, elems * m.itemsize)
-
-
-def group_imbalance(lengths: Sequence[Sequence[int]], workload: Workload, sp: int, tp: int) -> float:
-    """Imbalance of groups with these requests: 0 is even."""
-    return imbalance_of([workload.step_us(group, sp, tp) for group in lengths])

@@ -135,8 +135,6 @@ def data_parallel(lengths: Sequence[int], world_size: int, workload: Workload) -
     if not lengths or min(lengths) < 1:
         message = f"data_parallel: lengths={list(lengths)} must be at least one number >= 1"
         raise ValueError(message)
-    members = tuple(
-        tuple(range(rank, len(lengths), world_size)) for rank in range(world_size)
-    )
+    members = tuple(tuple(range(rank, len(lengths), world_size)) for rank in range(world_size))
     times = tuple(workload.step_us([lengths[r] for r in group], 1, 1) for group in members)
     return SequencePlan(tuple(lengths), 1, members, times)

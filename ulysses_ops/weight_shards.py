@@ -1,14 +1,13 @@
 """Weights that are sharded between ranks, brought together one layer ahead of their use.
 
-Every rank keeps ``1 / world_size`` of the rows of each layer's weight. Two windows take turns: while
-layer ``i`` computes with one, an all-gather on the copy engines fills the other for layer ``i + 1``.
+Every rank keeps ``1 / world_size`` of the rows of each layer's weight. Two windows take turns:
+while layer ``i`` computes with one, an all-gather fills the other for layer ``i + 1``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
@@ -114,7 +113,9 @@ class WeightShards:
             raise UlyssesError(message)
         exchange = Exchange(self._comm)
         shard = self._shards[layer]
-        exchange.send(shard.detach().view(1, shard.shape[0], 1, shard.shape[1]), self._windows[slot])
+        exchange.send(
+            shard.detach().view(1, shard.shape[0], 1, shard.shape[1]), self._windows[slot]
+        )
         self._in_flight[slot] = exchange
         self._held[slot] = layer
 

@@ -85,10 +85,14 @@ def test_a_broken_exchange_is_found_and_named_by_element(ranks: Ranks) -> None:
     misplaced, stale = reports[0]
     assert misplaced.splitlines()[0] == "scatter of [1, 4, 4, 3], torch.bfloat16, on 'gloo'"
     # y_0[0, 0, 0, 0] is x_0[0, 0, 0, 0], and x_1's is there
-    assert "rank 0: 24 wrong, first at [0, 0, 0, 0]: element 0 of rank 1 instead of element 0 of " \
+    assert (
+        "rank 0: 24 wrong, first at [0, 0, 0, 0]: element 0 of rank 1 instead of element 0 of "
         "rank 0" in misplaced
-    assert "rank 1: 24 wrong, first at [0, 0, 0, 0]: element 6 of rank 1 instead of element 6 of " \
+    )
+    assert (
+        "rank 1: 24 wrong, first at [0, 0, 0, 0]: element 6 of rank 1 instead of element 6 of "
         "rank 0" in misplaced
+    )
     assert "rank 0: right" in stale
     assert "bytes that no rank sent instead of" in stale
 

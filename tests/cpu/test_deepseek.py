@@ -120,9 +120,7 @@ def sharded(
     return out
 
 
-def equal_to_the_model(
-    rank: int, world_size: int, version: str, splits: tuple[int, ...]
-) -> None:
+def equal_to_the_model(rank: int, world_size: int, version: str, splits: tuple[int, ...]) -> None:
     module, code = oracle(version)
     total = sum(splits)
     x = torch.randn(2, total, 48, generator=torch.Generator().manual_seed(3))

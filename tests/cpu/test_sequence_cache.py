@@ -179,9 +179,7 @@ def video_chunks(rank: int, world_size: int, heads: int, seen: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "heads"), [(2, 4), (4, 6)])
-def test_chunks_of_a_video_with_a_sliding_window(
-    ranks: Ranks, world_size: int, heads: int
-) -> None:
+def test_chunks_of_a_video_with_a_sliding_window(ranks: Ranks, world_size: int, heads: int) -> None:
     ranks(world_size).run(video_chunks, heads, 3, timeout_s=40)
 
 
@@ -234,9 +232,7 @@ def decode(rank: int, world_size: int) -> None:
         latents.truncate(4)  # drafts that were refused
         counts = latents.own_positions().view(1, -1) >= 0
         got = attend_cached(q, latents, comm, every, counts)
-        torch.testing.assert_close(
-            got, attend_latent(q, rows[:, :4], every), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(got, attend_latent(q, rows[:, :4], every), rtol=1e-4, atol=1e-5)
         with mock.patch("ulysses_ops.cached_attention.merge_partials", lambda a, t: a.mean(0)):
             wrong = attend_cached(q, latents, comm, every, counts)
         assert not torch.allclose(wrong, got, rtol=1e-3)
@@ -252,9 +248,7 @@ def test_decoding_over_caches_that_stay_where_they_are(ranks: Ranks, world_size:
 
 def test_what_is_refused() -> None:
     with UlyssesCommunicator(device="cpu") as comm:
-        cache = SequenceCache(
-            comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32
-        )
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32)
         with pytest.raises(ValueError, match="rank 0 appends"):
             cache.append(torch.zeros(1, 3, 1, 8))
         with pytest.raises(ValueError, match="rank 0 appends"):
