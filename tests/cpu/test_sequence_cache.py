@@ -28,7 +28,7 @@ Ranks = Callable[[int], RankPool]
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_ranks_fill_up_evenly_and_no_row_is_lost(world_size: int, steps: list[int]) -> None:
-    slots = RowSlots(40, world_size)
+    slots = RowSlots(72, world_size)
     for rows in steps:
         before = slots.used()
         shares = slots.divide(rows)
@@ -55,7 +55,7 @@ def test_single_rows_go_round() -> None:
 def test_uneven_shards_are_levelled_by_later_rows() -> None:
     slots = RowSlots(20, 3)
     slots.place((7, 0, 1))
-    assert slots.divide(4) == (0, 2, 2) or slots.divide(4) == (0, 3, 1)
+    assert slots.divide(4) == (0, 3, 1)
     slots.place(slots.divide(13))
     assert slots.used() == (7, 7, 7)
 
@@ -193,7 +193,8 @@ def decode(rank: int, world_size: int) -> None:
     x = inputs(steps, 40)
     rows = weights.rows(x)
     every = weights.heads(0, 4)
-    options = {"batch": 2, "capacity": 5, "heads": 1, "dtype": torch.float32}
+    capacity = 9 if world_size == 1 else 5
+    options = {"batch": 2, "capacity": capacity, "heads": 1, "dtype": torch.float32}
     with UlyssesCommunicator(timeout_s=10, max_windows=30) as comm:
         latents = SequenceCache(comm, head_dim=RANK + ROPE, name="latents", **options)  # type: ignore[arg-type]
         keys = SequenceCache(comm, head_dim=weights.index_k.shape[1], name="keys", **options)  # type: ignore[arg-type]
@@ -218,13 +219,9 @@ def decode(rank: int, world_size: int) -> None:
             assert torch.equal((by_position >= 0).sum(-1), torch.full((2, 1), min(k, step + 1)))
             alone = index_scores(index_q, weight, weights.index(x[:, : step + 1])[2], SCALE)
             best = alone.topk(min(k, step + 1)).values
-            assert torch.equal(
-                alone.gather(2, by_position.clamp(min=0)).masked_fill(by_position < 0, 0).sum(),
-                best.sum(),
-            ) or torch.allclose(
-                alone.gather(2, by_position.clamp(min=0)).masked_fill(by_position < 0, 0).sum(-1),
-                best.sum(-1),
-            )
+            # Keys alike in all but rounding give sums alike, whichever of equal rows was taken.
+            taken = alone.gather(2, by_position.clamp(min=0)).masked_fill(by_position < 0, 0)
+            torch.testing.assert_close(taken.sum(-1), best.sum(-1))
             expected = attend_selected(q, rows, every, by_position)
             torch.testing.assert_close(sparse, expected, rtol=1e-4, atol=1e-5)
             if step >= k:
