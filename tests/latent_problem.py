@@ -64,7 +64,8 @@ def layer(num_heads: int, width: int, device: torch.device | str = "cpu") -> Lay
     generator = torch.Generator().manual_seed(num_heads)
 
     def draw(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) / shape[-2] ** 0.5).to(device)
+        drawn = torch.randn(*shape, generator=generator).to(device)
+        return drawn / shape[-2] ** 0.5
 
     return Layer(
         draw(width, num_heads * (NOPE + ROPE)),

@@ -17,7 +17,7 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .functional import Functional, all_heads, exchange_once
-from .plan import Layout, as_tuple, layout_of_source
+from .plan import Direction, Layout, as_tuple, layout_of_source
 
 RESOURCE = "debug exchange"
 RANK_SHIFT = 48
@@ -137,7 +137,7 @@ def debug_exchange(
         message = "debug_exchange: all_gather sends all heads; leave head_splits out"
         raise ValueError(message)
     heads = all_heads(x.shape, comm.world_size) if op == "all_gather" else (head_splits, None)
-    direction = "gather" if op == "gather" else "scatter"
+    direction: Direction = "gather" if op == "gather" else "scatter"
     splits = (as_tuple(seq_splits), as_tuple(heads[0]), heads[1])
     layout = layout_of_source(op, direction, x.shape, comm.rank, comm.world_size, *splits)
     salt = comm.attach(RESOURCE, _Calls).next_salt()

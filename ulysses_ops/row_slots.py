@@ -106,8 +106,8 @@ class RowSlots:
                 raise ValueError(message)
             chosen.append(tuple(order))
         placement = Placement(self.length, sizes, tuple(chosen))
-        for rank, order in enumerate(chosen):
-            for slot in order:
+        for rank, taken in enumerate(chosen):
+            for slot in taken:
                 self._positions[rank][slot] = self.length
                 self.length += 1
         return placement

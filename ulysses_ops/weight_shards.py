@@ -81,7 +81,8 @@ class WeightShards:
     def cut(weight: Tensor, comm: UlyssesCommunicator) -> Tensor:
         """This rank's rows of a whole weight ``(out, in)``, in memory of their own."""
         shares = even_splits(weight.shape[0], comm.world_size)
-        return weight.split(list(shares))[comm.rank].clone()
+        own: Tensor = weight.split(list(shares))[comm.rank]
+        return own.clone()
 
     @property
     def saved_bytes(self) -> int:

@@ -28,7 +28,7 @@ def all_are_right(rank: int, world_size: int) -> None:
             fused = torch.zeros(2, rows[rank], 2 * sum(heads), 3, dtype=dtype)[:, :, : sum(heads)]
             turned = x.transpose(1, 2).contiguous().transpose(1, 2)
             expanded = x[:, :, :1].expand(x.shape)
-            splits = {"seq_splits": rows, "head_splits": heads}
+            splits: Any = {"seq_splits": rows, "head_splits": heads}
             for source in (x, fused, turned, expanded):
                 assert debug_exchange(comm, source, **splits).is_right
             assert debug_exchange(comm, x, op="all_gather", seq_splits=rows).is_right
@@ -48,15 +48,15 @@ def swapped(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
     return lambda out, layout: original(out, layout)[::-1]
 
 
-def lost(original: Callable[..., None]) -> Callable[..., None]:
+def lost(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Nothing arrives on rank 1: what an earlier exchange left is there still."""
     stale: dict[Any, Tensor] = {}
 
-    def exchange(comm: Any, layout: Any, chunks: Any, out: Tensor, name: str) -> None:
-        original(comm, layout, chunks, out, name)
+    def exchange(comm: Any, layout: Any, prepare: Any, name: str) -> Tensor:
+        out = original(comm, layout, prepare, name)
         if comm.rank == 1:
-            before = stale.setdefault(name, out.clone())
-            out.copy_(before)
+            out.copy_(stale.setdefault(name, out.clone()))
+        return out
 
     return exchange
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -71,10 +72,12 @@ def wrong_rows(rank: int, world_size: int) -> str:
     """Rows of one rank that are not as declared: refused by all, with nothing in flight."""
     with UlyssesCommunicator(timeout_s=5) as comm:
         q, c = torch.ones(1, 3, 2, 4), torch.ones(1, 3 + rank, 1, 4)
-        options = {"attend": lambda q, c: q, "value_dim": 4, "seq_splits": (3, 3)}
+        call = partial(
+            mixed_attention, comm=comm, attend=lambda q, c: q, value_dim=4, seq_splits=(3, 3)
+        )
         with pytest.raises(ValueError, match=r"rank 1 holds \[3, 4\] rows") as error:
-            mixed_attention(q, [c], comm, **options)
-        good = mixed_attention(q, [c[:, :3]], comm, **options)
+            call(q, [c])
+        good = call(q, [c[:, :3]])
         assert torch.equal(good, q)
     return str(error.value)
 

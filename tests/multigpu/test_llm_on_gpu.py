@@ -127,7 +127,8 @@ def mixed_layer(rank: int, world_size: int) -> int:
 
         def own(salt: int) -> Tensor:
             x = inputs(total, 64, salt, "cuda")
-            return x.split(list(splits), dim=1)[rank].contiguous()
+            shard: Tensor = x.split(list(splits), dim=1)[rank]
+            return shard.contiguous()
 
         captured = capture_step(comm, step, [own(0)])
         wrong = 0
@@ -278,7 +279,7 @@ def marks(rank: int, world_size: int) -> None:
     with communicator(max_windows=30) as comm:
         x = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16, device="cuda")
         for op in ("scatter", "gather", "all_gather"):
-            debug_exchange(comm, x, op=op).raise_if_wrong()  # type: ignore[arg-type]
+            debug_exchange(comm, x, op=op).raise_if_wrong()
         turned = x.transpose(1, 2).contiguous().transpose(1, 2)
         debug_exchange(comm, turned).raise_if_wrong()
         settle()
