@@ -106,7 +106,10 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
     constructor = methods.get("__init__")
     if constructor is not None:
         yield _signature(constructor, node.name)
-    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
+    # Quotes as the formatter has them, which reads code on pages too.
+    fields = [
+        ast.unparse(item).replace("'", '"') for item in node.body if isinstance(item, ast.AnnAssign)
+    ]
     if constructor is None and fields:
         yield (
             "```python\n"

@@ -142,7 +142,6 @@ def mixed_layer(rank: int, world_size: int) -> int:
         other = whole(weights, inputs(total, 64, 99, "cuda"), sparse=True)
         is_told = not torch.allclose(got, other.split(list(splits), dim=1)[rank], rtol=1e-2)
         assert got.numel() == 0 or is_told, "BLIND"
-        captured.verify(own(50))
         return wrong
 
 
