@@ -64,8 +64,9 @@ def mixed_attention(
     """Attend with this rank's heads of all queries, over what every rank has of all rows.
 
     Sources that are functions run on streams of their own, forked here and joined before
-    ``attend``: each leaves when it is ready, under the others. So do the functions ``beside``,
-    which may exchange as well (an indexer gathers its keys, selects rows, and gathers the choice).
+    ``attend``: what is shared is made and sent first, and travels under the queries' projection. So
+    do the functions ``beside``, which may exchange as well (an indexer gathers its keys, selects
+    rows, and gathers the choice); their exchanges leave behind those of the sources.
 
     Args:
         q: ``(B, S_local, H, D)``, or a function that returns it.
@@ -94,17 +95,21 @@ def mixed_attention(
     """
     sources = [q, *shared]
     with Exchange(comm) as exchange, Fork(Branches.of(comm)) as fork:
-        tensors = []
-        for number, source in enumerate(sources):
+        # Copies leave in order, so what is ready first comes first: queries last.
+        order = [*range(1, len(sources)), 0]
+        made: dict[int, Tensor] = {}
+        for number in order:
             with fork.branch(number):
-                tensors.append(source if isinstance(source, Tensor) else source())
+                source = sources[number]
+                made[number] = source if isinstance(source, Tensor) else source()
+        tensors = [made[number] for number in range(len(sources))]
         specs, out_spec = _specs(tensors, comm, value_dim, seq_splits, head_splits, name)
         *windows, out_window = reserve(comm, [*specs, out_spec])
         for x, window in zip(tensors, windows, strict=True):  # all, before the first one leaves
             check_source(comm, window, x, None, "scatter_into")
-        for number, (x, window) in enumerate(zip(tensors, windows, strict=True)):
+        for number in order:
             with fork.branch(number):
-                exchange.send(x, window)
+                exchange.send(tensors[number], windows[number])
         extra = []
         for number, work in enumerate(beside, start=len(sources)):
             with fork.branch(number):
