@@ -232,7 +232,7 @@ def decode(rank: int, world_size: int) -> None:
         torch.testing.assert_close(got, attend_latent(q, rows[:, :4], every), rtol=1e-4, atol=1e-5)
         with mock.patch("ulysses_ops.cached_attention.merge_partials", lambda a, t: a.mean(0)):
             wrong = attend_cached(q, latents, comm, every, counts)
-        assert not torch.allclose(wrong, got, rtol=1e-3)
+        assert world_size == 1 or not torch.allclose(wrong, got, rtol=1e-3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
