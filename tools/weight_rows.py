@@ -69,6 +69,7 @@ class _Step:
         total = self.q.new_zeros(self.shape)
         for layer in range(len(self.weights)):
             begin(layer)
+            # Nothing but the weight is exchanged: what is reshaped stands for the gathered rows.
             attended = sdpa(self.q + layer, self.k, self.v)
             total = total + attended.reshape(self.shape) @ weight(layer).T
         return total
