@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ def layer(num_heads: int, width: int, device: torch.device | str = "cpu") -> Lay
 
     def draw(*shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=generator).to(device)
-        return drawn / shape[-2] ** 0.5
+        return drawn / math.sqrt(shape[-2])
 
     return Layer(
         draw(width, num_heads * (NOPE + ROPE)),
