@@ -33,11 +33,31 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Communicator": {"communicator": ("UlyssesCommunicator", "shared_communicator")},
     "Exchanges": {
-        "ops": ("scatter", "gather"),
+        "ops": ("scatter", "gather", "all_gather"),
         "exchange": ("Exchange",),
         "windows": ("reserve", "Window"),
         "window_spec": ("WindowSpec",),
         "plan": ("even_splits",),
+    },
+    "Language models": {
+        "mixed_attention": ("mixed_attention",),
+        "latent": (
+            "LatentHeads",
+            "attend_latent",
+            "attend_selected",
+            "partial_attention",
+            "merge_partials",
+        ),
+        "topk": ("distributed_topk", "top_rows"),
+        "indexer": ("index_scores", "select_rows", "select_sharded_rows"),
+        "sequence_cache": ("SequenceCache",),
+        "cached_attention": ("attend_cached", "attend_cached_rows"),
+        "weight_shards": ("WeightShards",),
+        "workload": ("ModelShape", "Workload"),
+        "sequence_plan": ("plan_sequences", "SequencePlan", "data_parallel"),
+        "parallelism": ("choose_parallelism", "Choice"),
+        "mesh": ("order_ranks", "build_mesh"),
+        "debug_exchange": ("debug_exchange", "ExchangeReport"),
     },
     "Several hosts": {
         "usp": ("UspAttention", "host_mesh"),
@@ -86,7 +106,10 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
     constructor = methods.get("__init__")
     if constructor is not None:
         yield _signature(constructor, node.name)
-    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
+    # Quotes as the formatter has them, which reads code on pages too.
+    fields = [
+        ast.unparse(item).replace("'", '"') for item in node.body if isinstance(item, ast.AnnAssign)
+    ]
     if constructor is None and fields:
         yield (
             "```text\n"

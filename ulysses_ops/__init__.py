@@ -9,7 +9,7 @@ from ulysses_ops.joint import JointSequence
 from ulysses_ops.joint_attention import ulysses_joint_attention
 from ulysses_ops.layer import UlyssesAttention
 from ulysses_ops.norm_rope import qk_norm_rope, qk_norm_rope_into
-from ulysses_ops.ops import gather, scatter
+from ulysses_ops.ops import all_gather, gather, scatter
 from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.plan import even_splits
 from ulysses_ops.schedule import PEERS_FIRST, PLAIN, Schedule
@@ -36,6 +36,7 @@ __all__ = [
     "UlyssesError",
     "Window",
     "WindowSpec",
+    "all_gather",
     "even_splits",
     "gather",
     "qk_norm_rope",

@@ -38,9 +38,16 @@ def check_source(
     Raises:
         ValueError: direction, peer, shape, dtype or device is wrong.
     """
-    if window.layout.direction != op.removesuffix("_into"):
+    direction = "gather" if op == "gather_into" else "scatter"
+    if window.layout.direction != direction:
         message = (
             f"{op}: window '{window.spec.name}' is for {window.layout.direction}; use that operator"
+        )
+        raise ValueError(message)
+    if op == "all_gather_into" and not window.layout.is_all_gather:
+        message = (
+            f"{op}: window '{window.spec.name}' gives ranks heads {list(window.layout.head_splits)}"
+            f" of {window.layout.global_shape[2]}; reserve it by WindowSpec.all_gather"
         )
         raise ValueError(message)
     if peer is not None and not 0 <= peer < comm.world_size:
@@ -92,8 +99,9 @@ class Exchange:
         Args:
             x: The whole tensor, shape ``window.source_shape``; or, with ``peer``, the part already
                 cut for that rank: ``(B, S_local, H_peer, D)`` for scatter,
-                ``(B, S_peer, H_local, D)`` for gather. With parts, the own part may be written
-                into ``window.own_view`` instead.
+                ``(B, S_peer, H_local, D)`` for gather, all of it for a window of
+                ``WindowSpec.all_gather``. With parts, the own part may be written into
+                ``window.own_view`` instead.
             window: From :func:`ulysses_ops.reserve`.
             peer: Rank that the part is for.
 

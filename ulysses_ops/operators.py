@@ -65,6 +65,26 @@ class Operators(Protocol):
     ) -> None:
         """Begin sending ``x``, or the part for ``peer``, into the window of every rank."""
 
+    def all_gather(
+        self,
+        x: Tensor,
+        world_size: int,
+        group_name: str,
+        seq_splits: Sequence[int] | None = None,
+    ) -> Tensor:
+        """``(B, S_local, H, D) -> (B, S_global, H, D)``, fresh; differentiable."""
+
+    def all_gather_into(
+        self,
+        x: Tensor,
+        window: Tensor,
+        token: Tensor,
+        world_size: int,
+        group_name: str,
+        peer: int | None = None,
+    ) -> None:
+        """Begin sending ``x`` into the window of every rank, or of ``peer`` alone."""
+
     def complete(
         self,
         windows: list[Tensor],

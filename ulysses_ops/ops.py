@@ -18,7 +18,16 @@ from ._native import NATIVE
 from .collective import CollectiveRounds
 from .communicator import UlyssesCommunicator, find_communicator
 from .exchange import check_source, window_of
-from .functional import exchange_once, fake, gather_backward, save_for_backward, scatter_backward
+from .functional import (
+    all_gather_backward,
+    all_heads,
+    exchange_once,
+    fake,
+    gather_backward,
+    save_all_gather,
+    save_for_backward,
+    scatter_backward,
+)
 
 # Lengths change from call to call, and a compiler must not compile anew for each; heads stay.
 _SPLITS = "SymInt[]? seq_splits=None, int[]? head_splits=None"
@@ -30,9 +39,12 @@ SCHEMAS = {
     "scatter": f"(Tensor x, {_GROUP}, {_SPLITS}, int[]? head_starts=None) -> Tensor",
     # (B, S_global, H_local, D) -> (B, S_local, H, D), fresh and owned by the caller
     "gather": f"(Tensor x, {_GROUP}, {_SPLITS}, SymInt[]? seq_starts=None) -> Tensor",
+    # (B, S_local, H, D) -> (B, S_global, H, D) on every rank, fresh and owned by the caller
+    "all_gather": f"(Tensor x, {_GROUP}, SymInt[]? seq_splits=None) -> Tensor",
     # zero-copy and deferred; with `peer`, x is the part cut for that rank
     "scatter_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
     "gather_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
+    "all_gather_into": f"(Tensor x, Tensor(a!) window, {_ORDER}, {_GROUP}, int? peer=None) -> ()",
     # after it, on the current stream, windows may be read and sources reused
     "complete": f"(Tensor(a!)[] windows, Tensor[] sources, {_ORDER}, {_GROUP}) -> ()",
 }
@@ -40,8 +52,10 @@ _DEFERRED_TAGS = (torch.Tag.flexible_layout,)
 _TAGS: dict[str, tuple[torch.Tag, ...]] = {
     "scatter": (torch.Tag.pt2_compliant_tag,),
     "gather": (torch.Tag.pt2_compliant_tag,),
+    "all_gather": (torch.Tag.pt2_compliant_tag,),
     "scatter_into": _DEFERRED_TAGS,
     "gather_into": _DEFERRED_TAGS,
+    "all_gather_into": _DEFERRED_TAGS,
     "complete": _DEFERRED_TAGS,
 }
 
@@ -60,6 +74,10 @@ def _send(
     comm = find_communicator(group_name, world_size, op)
     window = window_of(comm, window_tensor, op)
     check_source(comm, window, x, peer, op)
+    if comm.copy_engine is not None:  # an all-gather, which the compiled library knows as scatter
+        group = (comm.token, world_size, group_name)
+        torch.ops.ulysses.scatter_into.default(x, window_tensor, *group, peer)
+        return
     CollectiveRounds.of(comm).send(op, x, window, peer)
 
 
@@ -83,6 +101,17 @@ def _gather_into(
     peer: int | None = None,
 ) -> None:
     _send("gather_into", x, window, world_size, group_name, peer)
+
+
+def _all_gather_into(
+    x: Tensor,
+    window: Tensor,
+    token: Tensor,
+    world_size: int,
+    group_name: str,
+    peer: int | None = None,
+) -> None:
+    _send("all_gather_into", x, window, world_size, group_name, peer)
 
 
 def _complete(
@@ -141,6 +170,13 @@ def _gather(
     return exchange_once("gather", x, world_size, group_name, seq_splits, head_splits, seq_starts)
 
 
+def _all_gather(
+    x: Tensor, world_size: int, group_name: str, seq_splits: Sequence[int] | None = None
+) -> Tensor:
+    heads = all_heads(x.shape, world_size)
+    return exchange_once("all_gather", x, world_size, group_name, seq_splits, *heads)
+
+
 # ---- fakes ---------------------------------------------------------------------------------------
 
 
@@ -166,6 +202,13 @@ def _fake_gather(
 ) -> Tensor:
     splits = (seq_splits, head_splits, seq_starts)
     return fake("gather", x, world_size, group_name, *splits)
+
+
+def _fake_all_gather(
+    x: Tensor, world_size: int, group_name: str, seq_splits: Sequence[int] | None = None
+) -> Tensor:
+    heads = all_heads(x.shape, world_size)
+    return fake("all_gather", x, world_size, group_name, seq_splits, *heads)
 
 
 def _fake_into(*args: Any, **kwargs: Any) -> None:
@@ -195,8 +238,10 @@ def _register() -> torch.library.Library:
     implementations: dict[str, Any] = {
         "scatter": _scatter,
         "gather": _gather,
+        "all_gather": _all_gather,
         "scatter_into": _scatter_into,
         "gather_into": _gather_into,
+        "all_gather_into": _all_gather_into,
         "complete": _complete,
     }
     for name, implementation in implementations.items():
@@ -206,13 +251,18 @@ def _register() -> torch.library.Library:
     for name, (schema, implementation) in _FOR_COMPILED.items():
         library.define(name + schema)
         library.impl(name, implementation, "CUDA")
-    for name, stand_in in (("scatter", _fake_scatter), ("gather", _fake_gather)):
+    fakes = {"scatter": _fake_scatter, "gather": _fake_gather, "all_gather": _fake_all_gather}
+    for name, stand_in in fakes.items():
         torch.library.register_fake(f"ulysses::{name}", stand_in, lib=library)
-    for name in ("scatter_into", "gather_into", "complete"):
+    for name in ("scatter_into", "gather_into", "all_gather_into", "complete"):
         torch.library.register_fake(f"ulysses::{name}", _fake_into, lib=library)
-    for name, backward in (("scatter", scatter_backward), ("gather", gather_backward)):
+    for name, backward, save in (
+        ("scatter", scatter_backward, save_for_backward),
+        ("gather", gather_backward, save_for_backward),
+        ("all_gather", all_gather_backward, save_all_gather),
+    ):
         torch.library.register_autograd(
-            f"ulysses::{name}", backward, setup_context=save_for_backward, lib=library
+            f"ulysses::{name}", backward, setup_context=save, lib=library
         )
     return library
 
@@ -309,3 +359,31 @@ def gather(
             x, comm.world_size, comm.name, seq_splits, head_splits, seq_starts
         ),
     )
+
+
+def all_gather(
+    x: Tensor, comm: UlyssesCommunicator, *, seq_splits: Sequence[int] | None = None
+) -> Tensor:
+    """Put the sequence shards of all ranks together, all heads of them, on every rank.
+
+    ``y[b, off_s(p) + s, h, d] = x_p[b, s, h, d]`` for every rank ``p``, bit-exact and
+    differentiable (the gradient of a row is the sum of every rank's, added in the order of ranks).
+    For what attention by heads cannot divide: latents of K and V, a single KV head, indexer keys.
+
+    Args:
+        x: ``(B, S_local, H, D)`` on ``comm.device``, any dtype; read as :func:`scatter` does.
+        comm: An open communicator.
+        seq_splits: Rows held by each rank, some may be 0; ``(S_local,) * world_size`` when left
+            out. See :func:`ulysses_ops.even_splits`.
+
+    Returns:
+        ``(B, S_global, H, D)``, contiguous, owned by the caller, ready on the current stream.
+
+    Raises:
+        ValueError: shape, device or splits are wrong; raised before any rank waits, as by
+            :func:`scatter`.
+        UlyssesError: closed, or a capture needs a window that is not reserved.
+
+    Collective: as :func:`scatter`.
+    """
+    return cast(Tensor, torch.ops.ulysses.all_gather(x, comm.world_size, comm.name, seq_splits))

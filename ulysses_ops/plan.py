@@ -61,6 +61,16 @@ class Layout:
         heads = sum(self.head_splits) if self.head_total is None else self.head_total
         return (self.batch, rows, heads, self.head_dim)
 
+    @property
+    def is_all_gather(self) -> bool:
+        """Whether every rank gets all heads of all rows: a scatter whose ranges are the whole."""
+        heads = self.global_shape[2]
+        everything = all(
+            size == heads and self.head_offset(rank) == 0
+            for rank, size in enumerate(self.head_splits)
+        )
+        return self.direction == "scatter" and everything
+
     def source_shape(self, rank: int, peer: int | None = None) -> Shape4:
         """Shape that ``rank`` sends; of the part for ``peer`` when that is given."""
         batch, seq_global, heads, head_dim = self.global_shape

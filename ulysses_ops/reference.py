@@ -44,6 +44,15 @@ def gather_reference(
     return [part.contiguous() for part in whole.split(list(sizes), dim=1)]
 
 
+def all_gather_reference(shards: Sequence[Tensor]) -> Tensor:
+    """What :func:`ulysses_ops.all_gather` returns on every rank: ``(B, S_global, H, D)``.
+
+    Args:
+        shards: ``(B, S_p, H, D)`` of every rank ``p``.
+    """
+    return torch.cat(list(shards), dim=1)
+
+
 def shard_of(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     """The source that ``rank`` holds of the global tensor ``(B, S_global, H, D)``."""
     if layout.direction == "scatter":

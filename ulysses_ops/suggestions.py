@@ -57,6 +57,22 @@ def suggest(
     return tuple(found)
 
 
+def equal_groups(
+    topologies: Sequence[Topology], size: int, *, allow_shared_devices: bool = False
+) -> list[Group]:
+    """Return the most groups of ``size`` ranks that could use ``ce``, and of those the closest.
+
+    Args:
+        topologies: What every rank knows, by rank.
+        size: Ranks of a group, at least 2.
+        allow_shared_devices: Whether ranks may share a GPU.
+    """
+    reach = _reach(topologies, allow_shared_devices, set())
+    islands = [island for island in connected_parts(reach) if len(island) <= MAX_MEMBERS]
+    rates = [_closeness(topologies, island) for island in islands]
+    return _equal(reach, islands, rates, size)
+
+
 def _within(reach: Reach, island: Group) -> Reach:
     """Return ``reach`` with the members of ``island`` counted from 0."""
     place = {member: number for number, member in enumerate(island)}

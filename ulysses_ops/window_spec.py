@@ -66,6 +66,25 @@ class WindowSpec:
             layout.head_starts,
         )
 
+    @classmethod
+    def all_gather(
+        cls,
+        name: str,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        world_size: int,
+        *,
+        channel: str | None = None,
+        seq_splits: tuple[int, ...] | None = None,
+    ) -> WindowSpec:
+        """Spec of a window that gets all rows and all heads, ``(B, S_global, H, D)``, on each rank.
+
+        It is a scatter in which the heads of every rank are all of them.
+        """
+        heads = (shape[2],) * world_size
+        starts = (0,) * world_size
+        return cls(name, "scatter", shape, dtype, channel, seq_splits, heads, None, starts)
+
     def layout(self, world_size: int) -> Layout:
         """Layout of the exchange.
 

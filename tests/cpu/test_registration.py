@@ -38,18 +38,23 @@ NORM_ROPE = (
 SCHEMAS = {
     "scatter": f"({FUNCTIONAL}, int[]? head_starts=None) -> Tensor",
     "gather": f"({FUNCTIONAL}, SymInt[]? seq_starts=None) -> Tensor",
+    "all_gather": (
+        "(Tensor x, int world_size, str group_name, SymInt[]? seq_splits=None) -> Tensor"
+    ),
     "scatter_into": f"({INTO}=None) -> ()",
     "gather_into": f"({INTO}=None) -> ()",
+    "all_gather_into": f"({INTO}=None) -> ()",
     "complete": f"({COMPLETE}, str group_name) -> ()",
     "qk_norm_rope": f"(Tensor q, Tensor k, {NORM_ROPE}) -> (Tensor, Tensor)",
     "qk_norm_rope_into": (
         f"(Tensor[] q, Tensor[] k, Tensor(a!)[] q_out, Tensor(b!)[] k_out, {NORM_ROPE}) -> ()"
     ),
 }
-DEFERRED = ("scatter_into", "gather_into", "complete")
+DEFERRED = ("scatter_into", "gather_into", "all_gather_into", "complete")
 MUTATED = {
     "scatter_into": ["window", "token"],
     "gather_into": ["window", "token"],
+    "all_gather_into": ["window", "token"],
     "complete": ["windows", "token"],
     "qk_norm_rope_into": ["q_out", "k_out"],
 }
@@ -156,6 +161,30 @@ def test_opcheck_of_functional_operators(
     opcheck(overload(direction), (inputs(permuted, batch, rows, False), 1, alone.name))
     x = inputs(permuted, batch, rows, True)
     opcheck(overload(direction), (x, 1, alone.name, [rows], [4]))
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 7)])
+def test_opcheck_of_all_gather(
+    alone: UlyssesCommunicator, permuted: bool, batch: int, rows: int
+) -> None:
+    opcheck(overload("all_gather"), (inputs(permuted, batch, rows, False), 1, alone.name))
+    x = inputs(permuted, batch, rows, True)
+    opcheck(overload("all_gather"), (x, 1, alone.name, [rows]))
+
+
+def opcheck_all_gather(rank: int, world_size: int) -> None:
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        for splits in (None, (1, 7), (0, 3)):
+            for requires_grad in (False, True):
+                rows = 4 if splits is None else splits[rank]
+                x = numbered(2, rows, 3, 5).requires_grad_(requires_grad)
+                opcheck(overload("all_gather"), (x, world_size, comm.name, splits))
+
+
+def test_opcheck_of_all_gather_between_ranks(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    pool.run(opcheck_all_gather, timeout_s=60)
 
 
 def opcheck_between_ranks(rank: int, world_size: int, direction: Direction) -> None:

@@ -1,0 +1,87 @@
+"""Attention over latents: both forms, selected rows, and parts that are merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ulysses_ops.latent import (
+    LatentHeads,
+    attend_latent,
+    attend_selected,
+    merge_partials,
+    partial_attention,
+)
+
+NOPE, ROPE, VALUE, RANK = 6, 4, 5, 8
+
+
+def problem(rows: int = 70, keys: int = 70) -> tuple[Tensor, Tensor, LatentHeads]:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    heads = LatentHeads(draw(3, NOPE + VALUE, RANK), NOPE, 0.3)
+    return draw(2, rows, 3, NOPE + ROPE), draw(2, keys, 1, RANK + ROPE), heads
+
+
+def by_loops(q: Tensor, rows: Tensor, heads: LatentHeads, allowed: Tensor) -> Tensor:
+    """Keys and values written out for each head; ``allowed`` is ``(B, S, S_kv)``."""
+    out = torch.zeros(*q.shape[:3], heads.value_dim, dtype=q.dtype)
+    for h in range(q.shape[2]):
+        keys = rows[:, :, 0, :RANK] @ heads.up[h, :NOPE].T
+        keys = torch.cat([keys, rows[:, :, 0, RANK:]], dim=-1)
+        values = rows[:, :, 0, :RANK] @ heads.up[h, NOPE:].T
+        scores = q[:, :, h] @ keys.transpose(1, 2) * heads.scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out[:, :, h] = weights @ values
+    return out
+
+
+def causal(rows: int, keys: int) -> Tensor:
+    return torch.ones(rows, keys, dtype=torch.bool).tril().expand(2, -1, -1)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_both_forms_are_the_definition(form: str) -> None:
+    q, rows, heads = problem()
+    allowed = causal(70, 70)
+    got = attend_latent(q, rows, heads, mask=allowed.unsqueeze(1), form=form)  # type: ignore[arg-type]
+    torch.testing.assert_close(got, by_loops(q, rows, heads, allowed))
+    without = attend_latent(q, rows, heads, form=form)  # type: ignore[arg-type]
+    torch.testing.assert_close(without, by_loops(q, rows, heads, torch.ones_like(allowed)))
+    assert not torch.allclose(without, got)
+
+
+def test_selected_rows_and_no_others() -> None:
+    q, rows, heads = problem()
+    generator = torch.Generator().manual_seed(5)
+    selected = torch.rand(2, 70, 70, generator=generator).argsort(-1)[..., :9].int()
+    selected[0, :20, 4:] = -1
+    selected[1, 3] = -1  # one query that selects nothing
+    allowed = torch.zeros(2, 70, 71, dtype=torch.bool)
+    allowed.scatter_(2, torch.where(selected < 0, 70, selected).long(), True)
+    got = attend_selected(q, rows, heads, selected)
+    expected = by_loops(q, rows, heads, allowed[..., :70])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # it sums in fp32
+    assert (got[1, 3] == 0).all()
+
+
+def test_parts_are_merged_into_the_whole() -> None:
+    q, rows, heads = problem(5, 40)
+    absorbed = heads.absorb(q)
+    counts = torch.rand(2, 5, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    counts[0, 2] = False  # nothing counts for this query, anywhere
+    parts = []
+    for first, last in ((0, 13), (13, 13), (13, 21), (21, 40)):
+        some = rows[:, first:last, 0].unsqueeze(1).expand(-1, 5, -1, -1)
+        parts.append(partial_attention(absorbed, some, counts[..., first:last], heads))
+    attended, totals = (torch.stack(values) for values in zip(*parts, strict=True))
+    merged = heads.values(merge_partials(attended, totals).double())
+    expected = by_loops(q, rows, heads, counts)
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+    assert (merged[0, 2] == 0).all()
+    wrong = heads.values(attended.mean(0).double())
+    assert not torch.allclose(wrong, expected, rtol=1e-2)

@@ -1,0 +1,89 @@
+"""``python -m ulysses_ops.tools.weight_benchmark``: output projections whose weights are sharded.
+
+Says for each shape what a layer takes with whole weights, with weights prefetched one layer ahead,
+and with weights gathered when they are needed, and what memory a rank saves. Without GPUs gloo
+ranks run small shapes: that shows that it works, and nothing about its speed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ulysses_ops.tools.launch import Launch, RankError, run_ranks
+from ulysses_ops.tools.results import Machine, Row, rows_to_json, write_results
+from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS, PRODUCTION, select_shapes
+from ulysses_ops.tools.tables import print_rows
+from ulysses_ops.tools.timing import Effort
+from ulysses_ops.tools.weight_rows import WeightJob, weight_rows
+
+FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
+
+
+def run_benchmark(
+    shapes: Annotated[str, typer.Option(help="Keys of shapes, or all.")] = "all",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; by default one a GPU, or 2 on the CPU.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 8,
+    batch_ms: Annotated[float, typer.Option(min=0.1, help="Time in a round, in ms.")] = 80.0,
+    cpu: Annotated[bool, typer.Option(help="Run on the CPU even where there is a GPU.")] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=10, help="Wall time for everything, in seconds.")
+    ] = 540.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit that is run, where git cannot tell.")
+    ] = None,
+) -> None:
+    """Check and time output projections whose weights are sharded between the ranks."""
+    console = Console()
+    on_gpu = torch.cuda.is_available() and not cpu
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    ranks = world_size or max(num_gpus, 2)
+    try:
+        chosen = select_shapes(shapes, PRODUCTION) if on_gpu else FUNCTIONAL_BLOCKS
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    fitting = tuple(shape for shape in chosen if shape.fits(ranks))
+    effort = Effort(rounds, batch_ms) if on_gpu else Effort(2, 1.0)
+    job = WeightJob(fitting, layers if on_gpu else 3, effort)
+    if not on_gpu:
+        console.print(FUNCTIONAL_RUN, style="bold yellow")
+    launch = Launch(ranks, "cuda" if on_gpu else "cpu", num_gpus, time_limit)
+    parts: list[tuple[Machine, list[Row]]] = []
+    try:
+        run_ranks(weight_rows, job, launch, on_progress=console.print, on_part=parts.append)
+        failure = ""
+    except RankError as error:
+        failure = str(error)
+    rows: list[Row] = []
+    if parts:
+        machine, rows = parts[-1]  # each part holds those before it
+        transport = next((row.transport for row in rows if row.transport != "none"), "none")
+        print_rows(console, machine, transport, rows)
+        if out is not None:
+            content = {"transport": transport, "rows": rows_to_json(rows)}
+            path = write_results(out, "weight_prefetch", machine, commit, content)
+            console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    if failure:
+        console.print(failure, style="red", markup=False, highlight=False)
+        raise typer.Exit(1)
+    wrong = [row for row in rows if row.exact is False]
+    if wrong:
+        console.print(f"{len(wrong)} of {len(rows)} rows are WRONG", style="bold red")
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    typer.run(run_benchmark)
+
+
+if __name__ == "__main__":
+    main()

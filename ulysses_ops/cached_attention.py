@@ -1,0 +1,85 @@
+"""Attention of a few queries with a long cache of latents that stays where it is.
+
+Instead of bringing the rows to every rank, each rank attends with its own rows and all heads, and
+what travels are the parts: ``H * (rank_dim + 1)`` numbers a query and rank, however long the cache.
+
+    a_p, t_p = partial attention with the rows of rank p
+    out      = V (sum_p e^{t_p} a_p / sum_p e^{t_p})
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .communicator import UlyssesCommunicator
+from .latent import LatentHeads, merge_partials, partial_attention
+from .ops import all_gather
+from .sequence_cache import SequenceCache
+
+
+def attend_cached(
+    q: Tensor, cache: SequenceCache, comm: UlyssesCommunicator, heads: LatentHeads, counts: Tensor
+) -> Tensor:
+    """Attention with all rows of the cache.
+
+    Args:
+        q: ``(B, Q, H, nope_dim + rope_dim)``, rotated; the same on every rank.
+        cache: Of latents, one head a row.
+        comm: The communicator of the cache.
+        heads: All H heads.
+        counts: ``(Q, capacity)`` or ``(B, Q, capacity)``, boolean: which of this rank's slots each
+            query may see, ``(0 <= p) & (p <= row)`` with ``p = cache.own_positions()``.
+
+    Returns:
+        ``(B, Q, H, value_dim)`` on every rank, equal to the last bit; zeros for a query that sees
+        nothing.
+
+    Raises:
+        UlyssesError: as :func:`ulysses_ops.all_gather`.
+
+    Collective, and capturable with ``q`` and ``counts`` as inputs.
+    """
+    batch, num_queries = q.shape[:2]
+    rows = cache.rows.transpose(1, 2).expand(-1, num_queries, -1, -1)
+    return _merged(q, rows, counts.expand(batch, -1, -1), comm, heads)
+
+
+def attend_cached_rows(
+    q: Tensor, cache: SequenceCache, comm: UlyssesCommunicator, heads: LatentHeads, selected: Tensor
+) -> Tensor:
+    """Attention of each query with the rows selected for it, wherever they are.
+
+    Args:
+        q: As for :func:`attend_cached`.
+        cache: Of latents, one head a row.
+        comm: The communicator of the cache.
+        heads: All H heads.
+        selected: ``(B, Q, k)`` from :func:`ulysses_ops.indexer.select_sharded_rows` over a cache of
+            indexer keys with the same slots: rank times capacity plus slot; -1 selects nothing.
+
+    Returns:
+        As :func:`attend_cached`.
+
+    Raises:
+        UlyssesError: as :func:`ulysses_ops.all_gather`.
+
+    Collective, and capturable.
+    """
+    batch, num_queries, k = selected.shape
+    local = selected.long() - comm.rank * cache.capacity
+    is_mine = (local >= 0) & (local < cache.capacity) & (selected >= 0)
+    flat = local.clamp(0, cache.capacity - 1).view(batch, num_queries * k, 1)
+    width = cache.rows.shape[-1]
+    rows = cache.rows.squeeze(2).gather(1, flat.expand(-1, -1, width))
+    return _merged(q, rows.view(batch, num_queries, k, width), is_mine, comm, heads)
+
+
+def _merged(
+    q: Tensor, rows: Tensor, counts: Tensor, comm: UlyssesCommunicator, heads: LatentHeads
+) -> Tensor:
+    attended, totals = partial_attention(heads.absorb(q), rows, counts, heads)
+    part = torch.cat([attended, totals.unsqueeze(-1)], dim=-1)
+    parts = all_gather(part, comm).unflatten(1, (comm.world_size, q.shape[1])).movedim(1, 0)
+    merged = merge_partials(parts[..., :-1], parts[..., -1])
+    return heads.values(merged.to(q.dtype))

@@ -1,0 +1,104 @@
+"""Which rows a query attends to: the scores of a lightning indexer, and the choice.
+
+    I[t, s] = sum_h w[t, h] * relu(scale * q[t, h] . k[s])
+
+Two ways to choose the ``k`` best of all rows, which give the same: with all keys on every rank
+(:func:`select_rows`, for many queries), or with keys where they are (:func:`select_sharded_rows`,
+for few queries over a long cache: 8 bytes a candidate travel, and no key).
+
+Source: DeepSeek-V3.2-Exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .communicator import UlyssesCommunicator
+from .ops import all_gather
+from .topk import distributed_topk, top_rows
+
+QUERY_CHUNK = 256  # query rows whose scores by head are in memory at a time
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Scores of every query with every key, in fp32.
+
+    Args:
+        q: ``(B, Q, H_i, D_i)``.
+        weights: ``(B, Q, H_i)``.
+        keys: ``(B, S, 1, D_i)``.
+        scale: Of the products.
+
+    Returns:
+        ``(B, Q, S)``.
+    """
+    columns = keys.squeeze(2).float()
+    parts = []
+    for some, weight in zip(
+        q.split(QUERY_CHUNK, 1), weights.float().split(QUERY_CHUNK, 1), strict=True
+    ):
+        products = torch.einsum("bqhd,bsd->bqhs", some.float(), columns) * scale
+        parts.append(torch.einsum("bqh,bqhs->bqs", weight, products.relu()))
+    return torch.cat(parts, dim=1)
+
+
+def _chosen(values: Tensor, columns: Tensor) -> Tensor:
+    """Columns as 32-bit numbers; -1 for those that no query may see."""
+    return torch.where(values.isneginf(), -1, columns).int()
+
+
+def select_rows(
+    scores: Tensor,
+    k: int,
+    comm: UlyssesCommunicator,
+    *,
+    seq_splits: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The choice of every query, on every rank, where each rank has the scores of its queries.
+
+    Args:
+        scores: ``(B, S_local, S_kv)``: own queries with all rows; ``-inf`` where a query may not
+            look.
+        k: Rows to choose, at most ``S_kv``.
+        comm: An open communicator.
+        seq_splits: Queries of each rank; alike on all when left out.
+
+    Returns:
+        ``(B, S_global, k)`` int32, best first, -1 where there was nothing more to choose. Of equal
+        scores the lower row.
+
+    Raises:
+        ValueError, UlyssesError: as :func:`ulysses_ops.topk.top_rows` and
+            :func:`ulysses_ops.all_gather`.
+
+    Collective.
+    """
+    chosen = _chosen(*top_rows(scores, k))
+    return all_gather(chosen.unsqueeze(2), comm, seq_splits=seq_splits).squeeze(2)
+
+
+def select_sharded_rows(
+    scores: Tensor,
+    k: int,
+    comm: UlyssesCommunicator,
+    *,
+    seq_splits: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The same where each rank has the scores of all queries with its own rows.
+
+    Args:
+        scores: ``(B, Q, S_local)``, ``-inf`` where a query may not look.
+        k: Rows to choose, at most ``S_global``.
+        comm: An open communicator.
+        seq_splits: Rows of each rank; alike on all when left out.
+
+    Returns:
+        ``(B, Q, k)`` int32 on every rank, as :func:`select_rows`.
+
+    Raises:
+        ValueError, UlyssesError: as :func:`ulysses_ops.topk.distributed_topk`.
+
+    Collective.
+    """
+    return _chosen(*distributed_topk(scores, k, comm, seq_splits=seq_splits))

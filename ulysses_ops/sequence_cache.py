@@ -1,0 +1,219 @@
+"""A cache of keys, values or latents that is sharded by sequence and read across steps.
+
+Each rank holds the rows that it was given, ``1 / world_size`` of the whole. A step writes its new
+rows and reads all of them, by one exchange into a window of fixed size: so a captured step can be
+replayed while the cache grows. What changes from step to step are three small tensors, made on the
+host: the slots of the new rows, the positions in the window, and with them the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .communicator import UlyssesCommunicator
+from .exchange import Exchange
+from .plan import even_splits
+from .row_slots import Keep, Placement, RowSlots
+from .window_spec import WindowSpec
+from .windows import Window, reserve
+
+Heads = Literal["all", "split"]
+
+
+class SequenceCache:
+    """Rows ``(B, capacity, H, D)`` of this rank, and where all rows of the sequence are.
+
+    Eager::
+
+        cache.append(latents)  # this rank's shard of the chunk
+        rows = cache.read()  # (B, capacity * world_size, H, D), valid until the next read
+        mask = cache.positions() >= 0
+
+    Captured: call :meth:`place` before each replay and give the graph :meth:`slots` and
+    :meth:`positions` as inputs; inside, :meth:`write` and :meth:`read`.
+
+    Attributes:
+        rows: The rows of this rank, by slot.
+        account: Which row is where, on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: UlyssesCommunicator,
+        *,
+        batch: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        keep: Keep = "all",
+        name: str = "cache",
+    ) -> None:
+        """Allocate the slots of this rank.
+
+        Args:
+            comm: An open communicator.
+            batch: B.
+            capacity: Slots of a rank: the whole sequence may have ``world_size`` times as many.
+            heads: H of a row: 1 for latents, a single KV head and indexer keys.
+            head_dim: D.
+            dtype: Element type.
+            keep: ``"latest"`` overwrites the oldest rows of a rank when it is full: a sliding
+                window.
+            name: Caches of one name and shape, as those of all layers, share the window that they
+                are read into.
+
+        Raises:
+            ValueError: ``capacity`` or ``keep`` is wrong.
+        """
+        self._comm = comm
+        self._name = name
+        self.account = RowSlots(capacity, comm.world_size, keep)
+        self.rows = torch.zeros((batch, capacity, heads, head_dim), dtype=dtype, device=comm.device)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a rank."""
+        return self.account.capacity
+
+    def place(self, splits: Sequence[int] | int) -> Placement:
+        """Take slots for new rows; on the host, alike on every rank.
+
+        Args:
+            splits: New rows of each rank; or their number, to be divided so that the ranks fill up
+                evenly.
+
+        Raises:
+            ValueError: they do not fit, or splits are wrong.
+        """
+        shares = self.account.divide(splits) if isinstance(splits, int) else splits
+        return self.account.place(shares)
+
+    def slots(self, placement: Placement) -> Tensor:
+        """Slots of this rank's new rows, as :meth:`write` takes them."""
+        return torch.tensor(
+            placement.slots[self._comm.rank], dtype=torch.int64, device=self._comm.device
+        )
+
+    def write(self, x: Tensor, slots: Tensor) -> None:
+        """Put rows into slots. Local, on the current stream, and capturable.
+
+        Args:
+            x: ``(B, n, H, D)``, this rank's new rows.
+            slots: ``(n,)`` from :meth:`slots`.
+
+        Raises:
+            ValueError: shape or dtype is not that of the cache.
+        """
+        batch, _, heads, head_dim = self.rows.shape
+        expected = (batch, slots.shape[0], heads, head_dim)
+        if x.shape != expected or x.dtype != self.rows.dtype:
+            message = (
+                f"SequenceCache: new rows are {list(x.shape)}, {x.dtype}, and {list(expected)}, "
+                f"{self.rows.dtype} have a place; pass the rows of this rank"
+            )
+            raise ValueError(message)
+        self.rows.index_copy_(1, slots, x)
+
+    def append(self, x: Tensor, splits: Sequence[int] | None = None) -> Placement:
+        """Place and write this rank's shard ``(B, S_local, H, D)`` of a chunk.
+
+        Args:
+            x: Rows of this rank.
+            splits: Rows of every rank; alike on all when left out.
+
+        Raises:
+            ValueError: they do not fit, or shapes or splits are wrong.
+        """
+        world_size, rank = self._comm.world_size, self._comm.rank
+        sizes = (x.shape[1],) * world_size if splits is None else tuple(splits)
+        batch, _, heads, head_dim = self.rows.shape
+        if len(sizes) != world_size or x.shape != (batch, sizes[rank], heads, head_dim):
+            message = (
+                f"SequenceCache: rank {rank} appends {list(x.shape)} with splits {list(sizes)} to "
+                f"rows of {[batch, self.capacity, heads, head_dim]}; give the rows of all ranks"
+            )
+            raise ValueError(message)
+        placement = self.place(sizes)
+        self.write(x, self.slots(placement))
+        return placement
+
+    def append_replicated(self, x: Tensor) -> Placement:
+        """Of rows ``(B, n, H, D)`` that every rank has, each writes a share: nothing is sent.
+
+        Raises:
+            ValueError: they do not fit, or the shape is wrong.
+        """
+        placement = self.place(x.shape[1])
+        first = sum(placement.splits[: self._comm.rank])
+        share = x.narrow(1, first, placement.splits[self._comm.rank])
+        self.write(share, self.slots(placement))
+        return placement
+
+    def window(self, *, heads: Heads = "all", slots: int | None = None) -> Window:
+        """The window that :meth:`read` fills. Collective at the first call with a size."""
+        count = self.capacity if slots is None else slots
+        if not 0 < count <= self.capacity or heads not in ("all", "split"):
+            message = (
+                f"SequenceCache: slots={slots} must be from 1 to {self.capacity}, heads={heads!r} "
+                f"'all' or 'split'"
+            )
+            raise ValueError(message)
+        batch, _, num_heads, head_dim = self.rows.shape
+        world_size = self._comm.world_size
+        shape = (batch, count * world_size, num_heads, head_dim)
+        name = f"{self._name}.{heads}"
+        if heads == "all":
+            spec = WindowSpec.all_gather(name, shape, self.rows.dtype, world_size)
+        else:
+            shares = even_splits(num_heads, world_size)
+            spec = WindowSpec(name, "scatter", shape, self.rows.dtype, head_splits=shares)
+        return reserve(self._comm, [spec])[0]
+
+    def read(self, *, heads: Heads = "all", slots: int | None = None) -> Tensor:
+        """All rows of all ranks, in the order rank by rank, slot by slot.
+
+        Args:
+            heads: ``"all"`` of every row on every rank; ``"split"`` gives each rank its share of
+                the heads, as attention by heads takes them.
+            slots: Read the first so many slots of each rank alone. At least the fullest rank's
+                rows; a few sizes are better than many, since each has a window.
+
+        Returns:
+            ``(B, slots * world_size, heads, D)``: the window itself, valid until the next read of
+            a cache of this name. Empty slots hold old or no data: mask them.
+
+        Raises:
+            ValueError: ``slots`` or ``heads`` is wrong.
+            UlyssesError: closed, or a capture needs a window that is not reserved.
+
+        Collective, and capturable.
+        """
+        window = self.window(heads=heads, slots=slots)
+        count = window.layout.seq_splits[self._comm.rank]
+        with Exchange(self._comm) as exchange:
+            exchange.send(self.rows[:, :count], window)
+        return window.tensor
+
+    def positions(self, slots: int | None = None) -> Tensor:
+        """Position in the sequence of each row that :meth:`read` returns, -1 for empty slots."""
+        count = self.capacity if slots is None else slots
+        numbers = [
+            position
+            for rank in range(self._comm.world_size)
+            for position in self.account.positions(rank)[:count]
+        ]
+        return torch.tensor(numbers, dtype=torch.int64, device=self._comm.device)
+
+    def own_positions(self) -> Tensor:
+        """Position of the row in each slot of this rank, -1 for empty ones."""
+        numbers = self.account.positions(self._comm.rank)
+        return torch.tensor(numbers, dtype=torch.int64, device=self._comm.device)
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from position ``length`` on; 0 empties the cache. Local."""
+        self.account.truncate(length)
