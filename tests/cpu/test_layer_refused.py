@@ -41,7 +41,7 @@ def hooked() -> nn.Module:
 
 def patched() -> nn.Module:
     layer = nn.Linear(16, 16)
-    layer.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    layer.forward = lambda x: 2 * x  # type: ignore[method-assign,assignment]
     return projections(layer)
 
 
