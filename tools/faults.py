@@ -225,7 +225,8 @@ class _StoreSeam:
         if "/left/" in key:
             topic = "leave"
         else:
-            topic = "join" if "/hello/" in key else json.loads(value)["topic"]
+            is_join = "/hello/" in key or "/joined/" in key
+            topic = "join" if is_join else json.loads(value)["topic"]
         if not self._injector.reach("meeting", topic):
             self._store.set(key, value)
 

@@ -79,12 +79,23 @@ def join(store: Store, name: str, rank: int, world_size: int, timeout_s: float) 
 
     A store can outlive process groups and hold records of earlier meetings. So every rank posts a
     fresh random number and waits until every peer has repeated it: what repeats it cannot be old.
+    Ranks leave together: one that began the next meeting under this name sooner would replace its
+    number while a peer still looks for this one.
 
     Raises:
         AgreementError: a rank did not come within ``timeout_s``.
     """
     try:
-        return _greet(store, name, rank, world_size, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        session = _greet(store, name, rank, world_size, timeout_s)
+        joined = [f"{session}/joined/{peer}" for peer in range(world_size)]
+        store.set(joined[rank], "1")
+        while not store.check(joined):
+            if time.monotonic() > deadline:
+                missing = [peer for peer, key in enumerate(joined) if not store.check([key])]
+                raise _missing(f"construction of '{name}'", rank, timeout_s, missing)
+            time.sleep(POLL_S)
+        return session
     except dist.DistNetworkError:
         raise _store_gone(f"construction of '{name}'", rank) from None
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .copy_engine import SIGNAL_KINDS
 from .mapping import MAPPING_KINDS
 
+MAX_TIMEOUT_S = 1e9  # gloo counts nanoseconds in 64 bits: beyond 9.2e9 s it gives up at once
+
 
 def check_arguments(wanted: dict[str, Any]) -> None:
     """Raise unless every choice is one of those there are.
@@ -42,9 +44,11 @@ def check_arguments(wanted: dict[str, Any]) -> None:
 
 def check_timeout(timeout_s: float) -> None:
     """Checked before the first meeting, which it limits."""
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
         message = (
-            f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0"
+            f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0, "
+            f"and at most {MAX_TIMEOUT_S:g}"
         )
         raise ValueError(message)
 

@@ -164,10 +164,12 @@ class Exchange:
         trace: TracebackType | None,
     ) -> None:
         """Complete, unless an exception is on its way out."""
-        if kind is None:
-            self.complete()
-        elif self._comm.copy_engine is None:
-            CollectiveRounds.of(self._comm).abandon(self._windows)
+        try:
+            if kind is None:
+                self.complete()
+        finally:  # what was not completed cannot be completed any more
+            if self._windows and self._comm.copy_engine is None:
+                CollectiveRounds.of(self._comm).abandon(self._windows)
 
 
 def _sentence(error: RuntimeError) -> str:

@@ -80,7 +80,8 @@ class UlyssesAttention(nn.Module):
 
         Args:
             comm: An open communicator.
-            q: ``(H * D, width)``.
+            q: ``(H * D, width)``. Of this and the others, weight and bias are used and nothing
+                else: a forward of their own, and hooks, are refused.
             k: ``(H_kv * D, width)``.
             v: As ``k``.
             out: ``(out_width, H * D)``.

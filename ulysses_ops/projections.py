@@ -51,6 +51,7 @@ class Projections:
         Raises:
             ValueError: a count, size, dtype or device is wrong.
         """
+        self._refuse_other_forwards()
         self._check_heads(world_size)
         features = {
             "q": (self.q.out_features, self.num_heads * self.head_dim),
@@ -81,6 +82,22 @@ class Projections:
         if norm_rope.rope != "none" and self.head_dim % 2:
             message = f"UlyssesAttention: D={self.head_dim} must be even for RoPE"
             raise ValueError(message)
+
+    def _refuse_other_forwards(self) -> None:
+        """Raise where a layer does more than multiply: its weight and bias alone are used.
+
+        Raises:
+            ValueError: a layer has a forward of its own, or hooks.
+        """
+        for name in ("q", "k", "v", "out"):
+            layer: nn.Linear = getattr(self, name)
+            is_plain = getattr(layer.forward, "__func__", None) is nn.Linear.forward
+            if not is_plain or layer._forward_hooks or layer._forward_pre_hooks:
+                message = (
+                    f"UlyssesAttention: {name} is a {type(layer).__name__} with a forward of its "
+                    f"own or hooks, which would be left out; merge them into its weight"
+                )
+                raise ValueError(message)
 
     def _check_heads(self, world_size: int) -> None:
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -153,7 +170,7 @@ def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, 
     for names in NAMES:
         found = [getattr(module, name, None) for name in names]
         if isinstance(found[3], nn.ModuleList | nn.Sequential) and len(found[3]) > 0:
-            found[3] = found[3][0]  # followed by dropout
+            found[3] = _without_dropout(module, found[3])
         layers = [layer for layer in found if isinstance(layer, nn.Linear)]
         if len(layers) == len(names):
             return layers[0], layers[1], layers[2], layers[3]
@@ -162,6 +179,18 @@ def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, 
         f"{'; '.join(', '.join(names) for names in NAMES)}; pass them by from_weights()"
     )
     raise ValueError(message)
+
+
+def _without_dropout(module: nn.Module, layers: nn.ModuleList | nn.Sequential) -> nn.Module:
+    first, *others = layers
+    if any(not isinstance(other, nn.Dropout | nn.Identity) for other in others):
+        message = (
+            f"UlyssesAttention: the output of {type(module).__name__} is "
+            f"{[type(layer).__name__ for layer in layers]}, of which the first alone would be "
+            f"used; pass weights by from_weights(), and do the rest behind the layer"
+        )
+        raise ValueError(message)
+    return first
 
 
 def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | None, Tensor | None]:

@@ -100,10 +100,12 @@ class RingAttention:
         out, lse = None, None
         for step in range(self.world_size):
             arriving, works = self._pass_on(held, is_last=step + 1 == self.world_size)
-            block, block_lse = self._kernel(q, held[0], held[1])
-            out, lse = merged(out, lse, block, block_lse)
-            for work in works:
-                work.wait()
+            try:
+                block, block_lse = self._kernel(q, held[0], held[1])
+                out, lse = merged(out, lse, block, block_lse)
+            finally:  # also where the kernel raises: the next call must not meet these messages
+                for work in works:
+                    work.wait()
             held = arriving
         assert out is not None
         return out.to(q.dtype)

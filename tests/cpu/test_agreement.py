@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch.distributed as dist
@@ -203,6 +203,32 @@ def test_a_second_life_meets_anew(store: Store) -> None:
         first, second = lives(store, join, world_size)
         assert first != second
         assert first.startswith("name/")
+
+
+class _Slow:
+    """A store that one rank looks into seldom."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.02)
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_rank_that_joins_again_at_once_does_not_leave_a_peer_behind() -> None:
+    store = dist.HashStore()
+
+    def come(rank: int) -> list[str]:
+        mine = store if rank == 0 else _Slow(store)
+        return [join(cast("Store", mine), "name", rank, 2, LONG_S) for _ in range(4)]
+
+    first, second = on_ranks(2, come)
+    assert first == second
+    assert len(set(first)) == 4
 
 
 def test_records_of_an_earlier_life_are_not_taken_for_a_peer(store: Store) -> None:

@@ -104,6 +104,8 @@ WRONG: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
     "mapping": ([{}, {"mapping": "mmap"}], ValueError, "rank 1: ValueError: mapping='mmap'"),
     "signal": ([{"signal": "smoke"}, {}], ValueError, "rank 0: ValueError: signal='smoke'"),
     "max_windows": ([{"max_windows": 0}] * 2, ValueError, "max_windows=0 must be .*at least 1"),
+    "a limit beyond gloo's": ([{"timeout_s": 1e10}] * 2, ValueError, "above 0, and at most 1e.09"),
+    "no limit": ([{"timeout_s": True}] * 2, ValueError, "timeout_s=True must be a number"),
     "ranks differ": (
         [{"max_windows": 3}, {"max_windows": 4}],
         ValueError,
@@ -123,7 +125,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
 def refuse(rank: int, world_size: int, case: str) -> str:
     arguments, kind, pattern = WRONG[case]
     with pytest.raises(kind, match=f"(?s)^UlyssesCommunicator: .*{pattern}") as error:
-        UlyssesCommunicator(timeout_s=10, **arguments[rank])
+        UlyssesCommunicator(**{"timeout_s": 10, **arguments[rank]})
     with UlyssesCommunicator(timeout_s=10) as comm:
         check_service(comm)
     return str(error.value)

@@ -312,3 +312,24 @@ def leave_by_exception(rank: int, world_size: int) -> None:
 
 def test_a_block_left_by_an_exception_forgets_what_it_sent(ranks: Ranks) -> None:
     ranks(2).run(leave_by_exception, timeout_s=20)
+
+
+def send_the_own_part_alone(comm: UlyssesCommunicator, x: Tensor, window: Window) -> None:
+    heads = x.shape[2] // comm.world_size
+    with Exchange(comm) as exchange:
+        exchange.send(x[:, :, :heads], window, peer=comm.rank)
+
+
+def leave_without_parts(rank: int, world_size: int) -> None:
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        x, received, (window,) = open_windows(comm, "a")
+        with pytest.raises(UlyssesError, match="was sent nothing for ranks"):
+            send_the_own_part_alone(comm, x, window)
+        assert pending_channels(comm) == ""
+        with Exchange(comm) as exchange:
+            exchange.send(x, window)
+        assert torch.equal(window.tensor, received)
+
+
+def test_a_block_whose_completion_is_refused_forgets_what_it_sent(ranks: Ranks) -> None:
+    ranks(2).run(leave_without_parts, timeout_s=20)

@@ -13,6 +13,44 @@ from torch import Tensor, nn
 from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator, UlyssesError
 
 
+class Scaled(nn.Linear):
+    """Not what its weight says, as with adapters and quantised weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def projections(v: nn.Linear | None = None) -> nn.Module:
+    module = nn.Module()
+    for name in ("to_q", "to_k", "to_v", "to_out"):
+        setattr(module, name, nn.Linear(16, 16))
+    if v is not None:
+        module.to_v = v
+    return module
+
+
+def scaled() -> nn.Module:
+    return projections(Scaled(16, 16))
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return projections(layer)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.forward = lambda x: 2 * x  # type: ignore[method-assign,assignment]
+    return projections(layer)
+
+
+def more_behind() -> nn.Module:
+    module = projections()
+    module.to_out = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    return module
+
+
 def refuse(rank: int, world_size: int) -> list[str]:
     layer = layer_of(world_size, norm_rope=NormRope("per_head", "interleaved"))
     x, cos, sin = layer.inputs(rank, world_size)
@@ -56,6 +94,11 @@ def refuse(rank: int, world_size: int) -> list[str]:
         odd = Attention(("q", "k", "v", "o"), nn.LayerNorm(4))
         with pytest.raises(ValueError, match=r"must be RMS norms"):
             UlyssesAttention.from_module(comm, odd, num_heads=4)
+        with pytest.raises(ValueError, match=r"\['Linear', 'GELU', 'Linear'\], of which the first"):
+            UlyssesAttention.from_module(comm, more_behind(), num_heads=4)
+        for change in (scaled, hooked, patched):
+            with pytest.raises(ValueError, match=r"^UlyssesAttention: v is a .*or hooks"):
+                UlyssesAttention.from_module(comm, change(), num_heads=4)
         assert module(x, cos, sin).shape == (1, 3, 5)
     with pytest.raises(UlyssesError, match="is closed; construct a new one"):
         module(x, cos, sin)

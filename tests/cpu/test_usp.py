@@ -171,6 +171,32 @@ def test_what_cannot_be_served_is_refused_by_all(ranks: Ranks) -> None:
     assert all(other == first for other in others)
 
 
+def go_on_behind_a_kernel_that_raised(rank: int, world_size: int) -> None:
+    calls = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(q)
+        if len(calls) == 1:
+            raise MemoryError("ours")
+        return attend_with_lse(q, k, v)
+
+    group = dist.group.WORLD
+    assert group is not None
+    ring = RingAttention(group, kernel=kernel, timeout_s=10)
+    again = RingAttention(group, timeout_s=10)  # over the same ranks, with meetings of its own
+    whole = qkv()
+    mine = [x.chunk(world_size, dim=1)[rank] for x in whole]
+    with pytest.raises(MemoryError, match="ours"):
+        ring(*(torch.zeros_like(x) for x in mine))
+    expected = sdpa(*whole).chunk(world_size, dim=1)[rank]
+    for one in (ring, again):
+        torch.testing.assert_close(one(*mine), expected)
+
+
+def test_a_ring_goes_on_behind_a_kernel_that_raised(ranks: Ranks) -> None:
+    ranks(4).run(go_on_behind_a_kernel_that_raised, timeout_s=60)
+
+
 # ---- the pieces ----------------------------------------------------------------------------------
 
 
