@@ -32,6 +32,9 @@ class Bucket:
 
     def __post_init__(self) -> None:
         """Refuse lengths that no call could use."""
+        if isinstance(self.inputs, str | int):
+            message = f"Bucket: inputs={self.inputs!r} must be a tuple of keywords or positions"
+            raise ValueError(message)
         lengths = list(self.lengths)
         if not self.inputs or not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1:
             message = (

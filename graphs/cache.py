@@ -101,6 +101,9 @@ class GraphCache:
             if value < 1:
                 message = f"GraphCache: {name}={value} must be at least 1"
                 raise ValueError(message)
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
+            message = f"GraphCache: max_bytes={max_bytes!r} must be at least 1"
+            raise ValueError(message)
         self._comm = comm
         self._step = step
         self._capture_after = capture_after

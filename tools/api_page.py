@@ -31,7 +31,10 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "part_norm_rope": ("NormRope",),
         "norm_rope": ("qk_norm_rope", "qk_norm_rope_into"),
     },
-    "Communicator": {"communicator": ("UlyssesCommunicator", "shared_communicator")},
+    "Communicator": {
+        "communicator": ("UlyssesCommunicator",),
+        "names": ("shared_communicator",),
+    },
     "Exchanges": {
         "ops": ("scatter", "gather", "all_gather"),
         "exchange": ("Exchange",),

@@ -161,7 +161,8 @@ def ulysses_attention(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    _check(q, k, v, kv, seq_splits)
+    check_qkv("ulysses_attention", q, k, v)
+    _check_kv(q, k, v, kv, seq_splits)
     if kv == "replicated":
         return attention(q, k, v)
     if windows is not None:
@@ -186,11 +187,12 @@ def ulysses_attention(
     return attend_in_windows(comm, producers, windows, share, attention, copy_out=copy_out)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] | None) -> None:
-    """What needs no other rank."""
-    if kv not in ("sharded", "replicated"):
-        message = f"ulysses_attention: kv={kv!r} must be 'sharded' or 'replicated'"
-        raise ValueError(message)
+def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse q, k and v that do not fit each other; needs no other rank.
+
+    Raises:
+        ValueError: shapes, dtypes or devices differ where they must not.
+    """
     if (
         q.dim() != 4
         or k.dim() != 4
@@ -199,20 +201,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] |
         or q.shape[3] != k.shape[3]
     ):
         message = (
-            f"ulysses_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must be "
+            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must be "
             f"(B, S_local, H, D) and twice (B, S_local, H_kv, D)"
         )
+        raise ValueError(message)
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        message = (
+            f"{op}: dtypes {q.dtype}, {k.dtype}, {v.dtype} and devices {q.device}, "
+            f"{k.device}, {v.device} must agree; convert them first"
+        )
+        raise ValueError(message)
+
+
+def _check_kv(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] | None) -> None:
+    if kv not in ("sharded", "replicated"):
+        message = f"ulysses_attention: kv={kv!r} must be 'sharded' or 'replicated'"
         raise ValueError(message)
     if kv == "sharded" and seq_splits is None and q.shape[1] != k.shape[1]:
         message = (
             f"ulysses_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} must have "
             f"the same rows; pass kv='replicated' if every rank holds all keys and values"
-        )
-        raise ValueError(message)
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        message = (
-            f"ulysses_attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} and devices {q.device}, "
-            f"{k.device}, {v.device} must agree; convert them first"
         )
         raise ValueError(message)
 
@@ -257,5 +265,5 @@ def _refuse_rows(
     v_spec, k_spec, q_spec = qkv_specs(comm, q_shape, k_shape, q.dtype, **options)
     met = [v_spec, k_spec, q_spec, *out_specs(q_spec)]
     if functional:
-        met = [replace(q_spec, name=FUNCTIONAL_NAMES["scatter"], channel=None)]
+        met = [replace(v_spec, name=FUNCTIONAL_NAMES["scatter"], channel=None)]
     refuse(comm, met, message)

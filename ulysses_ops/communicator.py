@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -28,9 +29,8 @@ from .topology import Topology, probe
 
 R = TypeVar("R", bound=Resource)
 
-
 # Names in operator schemas -> communicators. Weak: a name keeps nothing alive.
-_BY_NAME: weakref.WeakValueDictionary[str, UlyssesCommunicator] = weakref.WeakValueDictionary()
+BY_NAME: weakref.WeakValueDictionary[str, UlyssesCommunicator] = weakref.WeakValueDictionary()
 
 
 class UlyssesCommunicator:
@@ -109,6 +109,7 @@ class UlyssesCommunicator:
         self.mapping: MappingKind | None = None
         self.announce: Callable[[str], None] | None = None
         self._state = State()
+        self._pid = os.getpid()
         sweep()
         weakref.finalize(self, finalise, self._state)
         check_timeout(timeout_s)
@@ -133,7 +134,7 @@ class UlyssesCommunicator:
         self.transport: str = decision.transport
         self.reasons = decision.reasons
         self._confirm()
-        _BY_NAME[self.name] = self
+        BY_NAME[self.name] = self
         for text in decision.warnings:
             warnings.warn(f"UlyssesCommunicator: {text}", RuntimeWarning, stacklevel=2)
 
@@ -152,8 +153,8 @@ class UlyssesCommunicator:
 
         def look() -> tuple[torch.device, Tensor, Topology]:
             check_arguments(wanted)
-            existing = _BY_NAME.get(self.name)
-            if existing is not None and not existing.closed and existing._is_current():
+            existing = BY_NAME.get(self.name)
+            if existing is not None and not existing.closed and existing.is_current():
                 message = (
                     f"a communicator named '{self.name}' is open already; "
                     f"close it or give another name"
@@ -170,7 +171,7 @@ class UlyssesCommunicator:
             message = f"UlyssesCommunicator: {'; '.join(failures)}"
             raise ValueError(message)
         assert seen is not None
-        if (stale := _BY_NAME.get(self.name)) is not None:
+        if (stale := BY_NAME.get(self.name)) is not None:
             stale.close()
         chosen, token, topology = seen
         records = self.agreement.exchange(
@@ -220,7 +221,7 @@ class UlyssesCommunicator:
             message = f"UlyssesCommunicator: ranks came to different ends: {differing.describe()}"
             raise AgreementError(message)
 
-    def _is_current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the group that this was made with still exists under its name."""
         if self.group is None:
             return not dist.is_initialized()
@@ -246,6 +247,12 @@ class UlyssesCommunicator:
         """
         if self.closed:
             message = f"{op}: communicator '{self.name}' is closed; construct a new one"
+            raise UlyssesError(message)
+        if os.getpid() != self._pid:
+            message = (
+                f"{op}: communicator '{self.name}' is of process {self._pid}, and this is a fork "
+                f"of it, without its connections; construct one in each process"
+            )
             raise UlyssesError(message)
         if self._state.failure:
             raise PeerTimeoutError(self._post_mortem.sentence(op, self._state.failure))
@@ -355,51 +362,3 @@ class UlyssesCommunicator:
             f"world_size={self.world_size}, device={str(self.device)!r}, "
             f"transport={self.transport!r})"
         )
-
-
-def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicator:
-    """The open communicator that an operator's ``group_name`` means.
-
-    Raises:
-        ValueError: there is none, or it has another number of ranks.
-        UlyssesError: it is closed.
-    """
-    found = _BY_NAME.get(name)
-    if found is None:
-        message = f"{op}: no communicator is named {name!r}; construct a UlyssesCommunicator"
-        raise ValueError(message)
-    found.check_open(op)
-    if found.world_size != world_size:
-        message = (
-            f"{op}: world_size={world_size}, but communicator {name!r} has {found.world_size} "
-            f"ranks; pass comm.world_size"
-        )
-        raise ValueError(message)
-    return found
-
-
-def shared_communicator(
-    group: ProcessGroup | DeviceMesh | UlyssesCommunicator | None,
-) -> UlyssesCommunicator:
-    """The open communicator over these ranks that bears the group's name, or a new one.
-
-    For code that is handed a group once a layer. Who gets a new one has to keep it.
-
-    Raises:
-        ValueError: this process is not in the group.
-        AgreementError: a rank did not come in time.
-
-    Collective where there is none yet.
-    """
-    if isinstance(group, UlyssesCommunicator):
-        return group
-    return open_communicator(group) or UlyssesCommunicator(group)
-
-
-def open_communicator(group: ProcessGroup | DeviceMesh | None) -> UlyssesCommunicator | None:
-    """The open communicator over these ranks that bears the group's name; local."""
-    ranks = group_of(group)
-    found = _BY_NAME.get("ulysses" if ranks is None else ranks.group_name)
-    if found is None or found.closed or found.group is not ranks or not found._is_current():
-        return None
-    return found

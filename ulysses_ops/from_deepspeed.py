@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .attention import ulysses_attention
-from .communicator import UlyssesCommunicator, shared_communicator
+from .communicator import UlyssesCommunicator
+from .names import shared_communicator
 from .plan import even_splits
 
 LocalAttention = Callable[..., Tensor]

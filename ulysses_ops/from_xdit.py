@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .attention import ulysses_attention
-from .communicator import UlyssesCommunicator, shared_communicator
+from .communicator import UlyssesCommunicator
 from .from_yunchang import check_exact, exact_attention
 from .joint import JointSequence
 from .joint_attention import ulysses_joint_attention
+from .names import shared_communicator
 from .usp import UspAttention
 
 STRATEGIES = ("front", "rear")

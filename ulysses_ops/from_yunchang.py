@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .attention import ulysses_attention
-from .communicator import UlyssesCommunicator, open_communicator, shared_communicator
+from .communicator import UlyssesCommunicator
+from .names import open_communicator, shared_communicator
 from .ops import gather, scatter
 
 Ranks = ProcessGroup | DeviceMesh | UlyssesCommunicator | None

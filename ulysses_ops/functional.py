@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .collective import exchange
-from .communicator import UlyssesCommunicator, find_communicator
+from .communicator import UlyssesCommunicator
 from .exchange import Exchange, announce
+from .names import find_communicator
 from .plan import Direction, as_tuple, layout_of_source
 from .window_spec import WindowSpec
 from .windows import agree, refuse, reserve

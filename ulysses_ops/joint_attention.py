@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .attention import reserve_attention, sdpa, ulysses_attention
+from .attention import check_qkv, reserve_attention, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .exchange import check_source
 from .heads import HeadShare, share_heads
@@ -73,6 +73,7 @@ def ulysses_joint_attention(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
+    check_qkv("ulysses_joint_attention", q, k, v)
     attention = with_mask("ulysses_joint_attention", comm, joint, attention, mask)
     if joint.text_splits is not None:
         options: dict[str, Any] = {"seq_splits": joint.row_splits, "head_splits": head_splits}
@@ -223,6 +224,14 @@ def with_mask(
         raise ValueError(message)
     if mask is None:
         return attention
+    rows = joint.total_rows
+    is_mask = mask.dtype == torch.bool or mask.dtype.is_floating_point
+    if not is_mask or (mask.dim() > 1 and mask.shape[-2] not in (1, rows)):
+        message = (
+            f"{op}: mask {list(mask.shape)} of {mask.dtype} must be boolean or added to scores, "
+            f"and broadcast to (B, H, {rows}, {rows}), the rows of text and image together"
+        )
+        raise ValueError(message)
     masked = cast("Callable[..., Tensor]", attention)
     return partial(masked, mask=joint.arrange(mask))
 

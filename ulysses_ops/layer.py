@@ -16,7 +16,7 @@ from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .fused_projection import FusedKernel, project_fused
-from .layer_checks import check_inputs, check_tables
+from .layer_checks import check_inputs, check_no_autocast, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
@@ -45,7 +45,7 @@ class UlyssesAttention(nn.Module):
 
     Weights are used where they are: those for one rank lie side by side in each projection, so
     that nothing is packed or held twice. Attention by head chunks alone needs the columns of the
-    output weight in another order, copied at first use.
+    output weight in another order; they are copied in each step.
 
     Attributes:
         comm: The ranks.
@@ -119,7 +119,6 @@ class UlyssesAttention(nn.Module):
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
         self._constants = shipped_constants() if constants is None else constants
-        self._out_chunks: dict[int, tuple[tuple[Any, ...], list[Tensor]]] = {}
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
             used = sizes.norm_weight(name, weight, heads, norm_rope.norm)
             self.register_buffer(name, used, persistent=False)
@@ -328,6 +327,7 @@ class UlyssesAttention(nn.Module):
         return Exchange(self.comm)
 
     def _schedule_for(self, x: Tensor) -> Schedule:
+        check_no_autocast(x.device)
         batch, rows, width = x.shape
         chosen = self.schedule
         if isinstance(chosen, Schedule):
@@ -354,20 +354,17 @@ class UlyssesAttention(nn.Module):
         return windows[:3], windows[3:]
 
     def _chunks(self, chunks: int) -> list[Tensor]:
-        """Columns of the output weight by chunk; in one, those of every rank's heads of it."""
+        """Columns of the output weight by chunk; in one, those of every rank's heads of it.
+
+        Copied in each step, also in a captured one: a copy that is kept cannot tell for sure that
+        the weight has changed since.
+        """
         if chunks == 1:
             return []
         weight = self.out.weight.detach()
-        version = 0 if weight.is_inference() else weight._version
-        state = (weight.data_ptr(), version, weight.dtype, weight.device)
-        kept = self._out_chunks.get(chunks)
-        if kept is not None and kept[0] == state:
-            return kept[1]
         heads = self.num_heads // self.comm.world_size // chunks
         by_chunk = weight.view(-1, self.comm.world_size, chunks, heads * self.head_dim)
-        packed = [part.flatten(1).contiguous() for part in by_chunk.unbind(2)]
-        self._out_chunks[chunks] = (state, packed)
-        return packed
+        return [part.flatten(1) for part in by_chunk.unbind(2)]
 
     def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         check_inputs(x, self.q.weight, self.comm.device)

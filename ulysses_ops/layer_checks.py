@@ -34,6 +34,20 @@ def check_inputs(x: Tensor, weight: Tensor, device: torch.device) -> None:
         raise ValueError(message)
 
 
+def check_no_autocast(device: torch.device) -> None:
+    """Refuse autocast where results go into windows, which are of the weights' dtype.
+
+    Raises:
+        ValueError: it is on.
+    """
+    if torch.is_autocast_enabled(device.type):
+        message = (
+            "UlyssesAttention: autocast is on, and its windows are of the weights' dtype; convert "
+            "the layer and x, and call it with autocast off"
+        )
+        raise ValueError(message)
+
+
 def check_tables(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, *, rope: Rope, head_dim: int
 ) -> None:

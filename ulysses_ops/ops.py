@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._native import NATIVE
 from .collective import CollectiveRounds
-from .communicator import UlyssesCommunicator, find_communicator
+from .communicator import UlyssesCommunicator
 from .exchange import check_source, window_of
 from .functional import (
     all_gather_backward,
@@ -28,6 +28,7 @@ from .functional import (
     save_for_backward,
     scatter_backward,
 )
+from .names import find_communicator
 
 # Lengths change from call to call, and a compiler must not compile anew for each; heads stay.
 _SPLITS = "SymInt[]? seq_splits=None, int[]? head_splits=None"

@@ -147,8 +147,11 @@ def even_splits(total: int, world_size: int) -> tuple[int, ...]:
     Raises:
         ValueError: ``total`` is negative, or there is no rank.
     """
-    if total < 0 or world_size < 1:
-        message = f"even_splits: total={total} must be >= 0 and world_size={world_size} >= 1"
+    if isinstance(total, float) or total < 0 or world_size < 1:
+        message = (
+            f"even_splits: total={total} must be a whole number >= 0 and world_size={world_size} "
+            f">= 1"
+        )
         raise ValueError(message)
     return tuple((total + world_size - 1 - rank) // world_size for rank in range(world_size))
 
@@ -170,7 +173,7 @@ def checked_splits(
     """Explicit splits, which must fit the rank count and, where it is known, the total."""
     result = tuple(splits)
     # Not min(): a compiler would note which of them is the smallest, and compile anew for others.
-    if len(result) != world_size or any(size < 0 for size in result):
+    if len(result) != world_size or any(isinstance(n, float) or n < 0 for n in result):
         message = (
             f"{op}: {what}_splits={list(result)} must be {world_size} sizes >= 0, one for each rank"
         )
@@ -317,6 +320,9 @@ def layout_of_global(
         raise ValueError(message)
     if len(shape) != 4 or min(shape) < 0:
         message = f"{op}: shape must be (B, S_global, H, D), got {list(shape)}"
+        raise ValueError(message)
+    if any(isinstance(size, float) for size in shape):
+        message = f"{op}: shape {list(shape)} must be whole numbers"
         raise ValueError(message)
     batch, seq_global, heads, head_dim = (int(size) for size in shape)
 

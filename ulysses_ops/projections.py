@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isclose
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +182,50 @@ def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear, 
     raise ValueError(message)
 
 
+def _check_nothing_is_lost(module: nn.Module, head_dim: int) -> None:
+    """Refuse a module that does more than its projections and norms say.
+
+    Raises:
+        ValueError: it scales scores or outputs otherwise, adds its input, or has projections of a
+            second stream.
+    """
+    usual = {
+        "scale": head_dim**-0.5,
+        "scaling": head_dim**-0.5,
+        "rescale_output_factor": 1.0,
+        "residual_connection": False,
+        "add_q_proj": None,
+        "add_k_proj": None,
+        "add_v_proj": None,
+    }
+    for name, value in usual.items():
+        found = getattr(module, name, None)
+        if found is None or found == value:
+            continue
+        if isinstance(found, float) and isinstance(value, float) and isclose(found, value):
+            continue
+        message = (
+            f"UlyssesAttention: {name} of {type(module).__name__} is "
+            f"{found if isinstance(found, int | float) else type(found).__name__}, which the layer "
+            f"would leave out; pass weights by from_weights(), and do that around the layer"
+        )
+        raise ValueError(message)
+
+
+def _is_rms(norm: nn.Module, eps: float) -> bool:
+    """Whether it is what the layer computes in its place, by a look at one row."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        return True
+    with torch.no_grad():
+        row = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device).to(weight.dtype)[None]
+        wide = row.float()
+        expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        tolerance = 8 * torch.finfo(weight.dtype).eps
+        return torch.allclose(norm(row).float(), expected, rtol=tolerance, atol=tolerance)
+
+
 def _without_dropout(module: nn.Module, layers: nn.ModuleList | nn.Sequential) -> nn.Module:
     first, *others = layers
     if any(not isinstance(other, nn.Dropout | nn.Identity) for other in others):
@@ -199,8 +244,10 @@ def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | No
     A norm over D features is per head, a wider one across heads.
 
     Raises:
-        ValueError: a norm subtracts a mean, has no size, or Q's and K's differ in kind.
+        ValueError: a norm subtracts a mean, has no size, or Q's and K's differ in kind; or the
+            module does more than its projections and norms say.
     """
+    _check_nothing_is_lost(module, head_dim)
     for names in NORM_NAMES:
         norms = [getattr(module, name, None) for name in names]
         if all(norm is None or isinstance(norm, nn.Identity) for norm in norms):
@@ -224,5 +271,12 @@ def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | No
             message = f"UlyssesAttention: {' and '.join(names)} differ in kind or epsilon"
             raise ValueError(f"{message}; one kind of norm serves Q and K")
         eps = epsilons.pop() or torch.finfo(torch.float32).eps  # torch's default of no epsilon
+        for name, norm in zip(names, norms, strict=True):
+            if norm is not None and not _is_rms(norm, float(eps)):
+                message = (
+                    f"UlyssesAttention: {name} of {type(module).__name__} computes something else "
+                    f"than x / sqrt(mean(x^2) + {eps:g}) * weight; pass weights by from_weights()"
+                )
+                raise ValueError(message)
         return "across_heads" if across.pop() else "per_head", float(eps), weights[0], weights[1]
     return "none", 0.0, None, None

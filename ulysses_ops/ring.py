@@ -7,7 +7,8 @@ row's scores. The weight of the second is ``sigmoid(l2 - l1)``, which neither ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreement, find_disagreement, group_store, join
 from .arguments import check_timeout, group_of
-from .errors import UlyssesError
+from .attention import check_qkv
+from .errors import PeerTimeoutError, UlyssesError
 
 # (q, k, v) of (B, S, H, D) -> out of (B, S, H, D), and log-sum-exp of the scores, (B, S, H, 1)
 KernelWithLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -50,7 +52,8 @@ class RingAttention:
         Args:
             group: The ring; its backend sends and receives, NCCL between GPUs.
             kernel: Attention that returns its log-sum-exp; :func:`attend_with_lse` when left out.
-            timeout_s: How long a meeting waits for the slowest rank, in seconds.
+            timeout_s: How long a meeting, and on the CPU a message, waits for the slowest rank, in
+                seconds; between GPUs messages have NCCL's own limit.
 
         Raises:
             ValueError: this process is not in the group, or ``timeout_s`` is not above 0.
@@ -70,6 +73,8 @@ class RingAttention:
         session = join(store, key, self.rank, self.world_size, timeout_s)
         self._agreement = Agreement(store, session, self.rank, self.world_size, timeout_s)
         self._agreed: set[str] = set()
+        self._limit = timedelta(seconds=timeout_s)
+        self._failure = ""  # from then on its messages pair no more
         # Ranks meet in it, which they must not while one of them traces.
         self._untraced: Callable[..., Tensor] = torch.compiler.disable(self._go_round)
 
@@ -89,12 +94,16 @@ class RingAttention:
                 on every rank, at the first call with a shape.
             UlyssesError: a shape is first met inside a capture.
             AgreementError: a rank did not come within ``timeout_s``.
+            PeerTimeoutError: on the CPU, a message did not come within ``timeout_s``.
 
         Source: Ring Attention, arXiv:2310.01889.
         """
         return self._untraced(q, k, v)
 
     def _go_round(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._failure:
+            raise PeerTimeoutError(self._failure)
+        check_qkv("RingAttention", q, k, v)
         self._meet(q, k, v)
         held = torch.stack((k, v))  # one message a step, and not a window that peers write
         out, lse = None, None
@@ -104,11 +113,29 @@ class RingAttention:
                 block, block_lse = self._kernel(q, held[0], held[1])
                 out, lse = merged(out, lse, block, block_lse)
             finally:  # also where the kernel raises: the next call must not meet these messages
-                for work in works:
-                    work.wait()
+                self._wait(works, on_cpu=held.device.type == "cpu")
             held = arriving
         assert out is not None
         return out.to(q.dtype)
+
+    def _wait(self, works: Sequence[dist.Work], *, on_cpu: bool) -> None:
+        """Order the current stream behind them, or on the CPU wait for them.
+
+        Raises:
+            PeerTimeoutError: under gloo, the neighbours did not come within ``timeout_s``.
+        """
+        try:
+            for work in works:
+                if on_cpu:
+                    work.wait(self._limit)
+                else:
+                    work.wait()
+        except RuntimeError as error:
+            self._failure = (
+                f"RingAttention: rank {self.rank} of the ring waited for its neighbours longer "
+                f"than {self._limit.total_seconds():g} s, or one is gone; start the ranks anew"
+            )
+            raise PeerTimeoutError(self._failure) from error
 
     def _pass_on(self, held: Tensor, *, is_last: bool) -> tuple[Tensor, list[dist.Work]]:
         if is_last:
@@ -126,8 +153,9 @@ class RingAttention:
                 "torch.no_grad()"
             )
             raise ValueError(message)
-        called = (
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {q.dtype} on {q.device.type}"
+        called = ", ".join(
+            f"{name} {list(x.shape)} {x.dtype} on {x.device.type}"
+            for name, x in (("q", q), ("k", k), ("v", v))
         )
         if called in self._agreed:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import weakref
@@ -27,7 +28,7 @@ from ulysses_ops import (
     reserve,
     scatter,
 )
-from ulysses_ops.communicator import find_communicator
+from ulysses_ops.names import find_communicator
 
 Ranks = Callable[[int], RankPool]
 
@@ -97,6 +98,20 @@ def test_one_process_without_a_group_is_one_rank() -> None:
         check_service(comm)
     with UlyssesCommunicator(name="mine", device="cpu", transport="gloo") as comm:
         assert find_communicator("mine", 1, "test") is comm
+
+
+def test_a_fork_is_told_to_construct_its_own() -> None:
+    with UlyssesCommunicator(device="cpu") as comm:
+        child = os.fork()
+        if child == 0:
+            try:
+                scatter(torch.zeros(1, 2, 2, 2), comm)
+            except UlyssesError as error:
+                os._exit(7 if "construct one in each process" in str(error) else 1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        check_service(comm)  # the parent's goes on
 
 
 WRONG: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {

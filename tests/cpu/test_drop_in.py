@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from whole_tensors import numbered
 
 from ulysses_ops import UlyssesCommunicator, sdpa
-from ulysses_ops.communicator import open_communicator, shared_communicator
 from ulysses_ops.from_deepspeed import DistributedAttention
 from ulysses_ops.from_xdit import xFuserLongContextAttention
 from ulysses_ops.from_yunchang import SeqAllToAll4D, UlyssesAttention
+from ulysses_ops.names import open_communicator, shared_communicator
 from ulysses_ops.usp import UspAttention
 
 Ranks = Callable[[int], RankPool]

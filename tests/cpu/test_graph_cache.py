@@ -105,6 +105,11 @@ def test_useless_buckets_are_refused(lengths: tuple[int, ...]) -> None:
         Bucket(("x",), 1, lengths)
 
 
+def test_inputs_of_a_bucket_are_no_single_name() -> None:
+    with pytest.raises(ValueError, match="inputs='prompt' must be a tuple"):
+        Bucket("prompt", 1, (4,))  # type: ignore[arg-type]
+
+
 def cached_on_cpu(rank: int, world_size: int) -> tuple[int, int, int]:
     """The same program without GPUs: every call is eager, and right."""
     with UlyssesCommunicator(device="cpu") as comm:
@@ -124,7 +129,7 @@ def test_the_cache_on_a_cpu(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(cached_on_cpu) == [(2, 0, 0)] * 2
 
 
-@pytest.mark.parametrize("bound", ["max_graphs", "capture_after", "warmup"])
+@pytest.mark.parametrize("bound", ["max_graphs", "capture_after", "warmup", "max_bytes"])
 def test_bounds_below_one_are_refused(bound: str) -> None:
     said = f"GraphCache: {bound}=0 must be at least 1"
     with UlyssesCommunicator(device="cpu") as comm, pytest.raises(ValueError, match=said):

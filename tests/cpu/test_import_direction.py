@@ -35,6 +35,7 @@ ORDER = (
     "post_mortem",
     "arguments",
     "communicator",
+    "names",
     "window_spec",
     "windows",
     "all_to_all",

@@ -180,6 +180,16 @@ def refuse(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ValueError, match=r"mask \[1, 9\] must have 10 keys") as error:
             ulysses_joint_attention(q, k, v, comm, joint, mask=torch.ones(1, 9, dtype=torch.bool))
         texts.append(str(error.value))
+        wrong = {
+            "must be \\(B, S_local, H, D\\)": (q, k[:1], v[:1], None),
+            "twice \\(B, S_local, H_kv, D\\)": (q[0], k, v, None),
+            "dtypes torch.float16, torch": (q.half(), k, v, None),
+            "mask \\[9, 10\\] of torch.bool": (q, k, v, torch.ones(9, 10, dtype=torch.bool)),
+            "mask \\[10, 10\\] of torch.int64": (q, k, v, torch.ones(10, 10, dtype=torch.int64)),
+        }
+        for pattern, (a, b, c, mask) in wrong.items():
+            with pytest.raises(ValueError, match=f"^ulysses_joint_attention: .*{pattern}"):
+                ulysses_joint_attention(a, b, c, comm, joint, mask=mask)
         cut = slice(0, 6 if rank == 1 else None)  # on rank 1 alone
         with pytest.raises(ValueError, match=r"rank 1 holds q \[2, 6, .* gives it 7 row") as error:
             ulysses_joint_attention(q[:, cut], k[:, cut], v[:, cut], comm, joint)

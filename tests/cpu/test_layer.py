@@ -286,7 +286,7 @@ def test_a_layer_made_of_an_existing_module(ranks: Ranks) -> None:
 
 
 def changed_weights(rank: int, world_size: int) -> None:
-    """Weights changed in place are seen, also where their columns were copied for head chunks."""
+    """Weights changed in place are seen, also where their columns are copied for head chunks."""
     layer = layer_of(world_size)
     schedule = Schedule("peers", "heads", "slabs", 2)
     with UlyssesCommunicator(timeout_s=20) as comm:
@@ -296,6 +296,8 @@ def changed_weights(rank: int, world_size: int) -> None:
         with torch.no_grad():
             module.out.weight.mul_(2)
         assert torch.equal(module(*inputs), 2 * before)
+        module.out.weight.data += module.out.weight.data  # what no version of a tensor counts
+        assert torch.equal(module(*inputs), 4 * before)
 
 
 def test_changed_weights_are_seen(ranks: Ranks) -> None:

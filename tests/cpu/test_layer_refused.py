@@ -51,6 +51,32 @@ def more_behind() -> nn.Module:
     return module
 
 
+class OnePlusWeight(nn.Module):
+    """``x / rms(x) * (1 + w)``, as some models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (4,), 1 + self.weight, self.eps)
+
+
+def with_attribute(name: str, value: object) -> nn.Module:
+    module = Attention(("q", "k", "v", "o"), None)
+    setattr(module, name, value)
+    return module
+
+
+MORE_THAN_WEIGHTS: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: Attention(("q", "k", "v", "o"), OnePlusWeight()), "norm_q of Attention computes"),
+    (lambda: with_attribute("scale", 0.25), "scale of Attention is 0.25"),
+    (lambda: with_attribute("residual_connection", True), "residual_connection of Attention"),
+    (lambda: with_attribute("add_q_proj", nn.Linear(6, 16)), "add_q_proj of Attention is Linear"),
+]
+
+
 def refuse(rank: int, world_size: int) -> list[str]:
     layer = layer_of(world_size, norm_rope=NormRope("per_head", "interleaved"))
     x, cos, sin = layer.inputs(rank, world_size)
@@ -99,6 +125,11 @@ def refuse(rank: int, world_size: int) -> list[str]:
         for change in (scaled, hooked, patched):
             with pytest.raises(ValueError, match=r"^UlyssesAttention: v is a .*or hooks"):
                 UlyssesAttention.from_module(comm, change(), num_heads=4)
+        for change, pattern in MORE_THAN_WEIGHTS:
+            with pytest.raises(ValueError, match=f"^UlyssesAttention: {pattern}"):
+                UlyssesAttention.from_module(comm, change(), num_heads=4)
+        with torch.no_grad(), torch.autocast("cpu"), pytest.raises(ValueError, match="autocast is"):
+            module(x, cos, sin)
         assert module(x, cos, sin).shape == (1, 3, 5)
     with pytest.raises(UlyssesError, match="is closed; construct a new one"):
         module(x, cos, sin)

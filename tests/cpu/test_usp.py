@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ulysses_ops import TopologyError, UlyssesCommunicator, sdpa
+from ulysses_ops import PeerTimeoutError, TopologyError, UlyssesCommunicator, sdpa
 from ulysses_ops.eligibility import Request, decide
 from ulysses_ops.facts import Topology
 from ulysses_ops.host import process
@@ -195,6 +196,30 @@ def go_on_behind_a_kernel_that_raised(rank: int, world_size: int) -> None:
 
 def test_a_ring_goes_on_behind_a_kernel_that_raised(ranks: Ranks) -> None:
     ranks(4).run(go_on_behind_a_kernel_that_raised, timeout_s=60)
+
+
+def late_in_a_ring(rank: int, world_size: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    ring = RingAttention(group, timeout_s=1)
+    mine = [x.chunk(world_size, dim=1)[rank] for x in qkv()]
+    ring(*mine)
+    if rank == 1:  # stays away
+        return ""
+    begin = time.monotonic()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError, match="longer than 1 s, or one is gone") as told:
+            ring(*mine)
+        messages.append(str(told.value))
+    assert time.monotonic() - begin < 4
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def test_a_late_neighbour_ends_the_wait() -> None:
+    with RankPool(2, env={"CUDA_VISIBLE_DEVICES": ""}) as pool:  # of no use afterwards
+        assert "rank 0 of the ring" in pool.run(late_in_a_ring)[0]
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
