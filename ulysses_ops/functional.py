@@ -45,7 +45,7 @@ def all_heads(shape: Sequence[int], world_size: int) -> tuple[tuple[int, ...], t
 
 
 @lru_cache(maxsize=1024)
-def _functional_spec(
+def functional_spec(
     op: Functional,
     shape: torch.Size,
     dtype: torch.dtype,
@@ -53,6 +53,7 @@ def _functional_spec(
     world_size: int,
     splits: Splits,
 ) -> WindowSpec:
+    """What a functional exchange of this source meets about; splits are seq, heads, starts."""
     layout = layout_of_source(op, _direction(op), shape, rank, world_size, *splits)
     return WindowSpec.of_layout(FUNCTIONAL_NAMES[op], layout, dtype)
 
@@ -67,7 +68,7 @@ def _refuse(
     shape = list(x.shape)
     shape[2 if op == "gather" else 1] = held[comm.rank]
     try:
-        spec = _functional_spec(op, torch.Size(shape), x.dtype, comm.rank, comm.world_size, splits)
+        spec = functional_spec(op, torch.Size(shape), x.dtype, comm.rank, comm.world_size, splits)
     except ValueError:
         raise ValueError(message) from None
     refuse(comm, [spec], message)
@@ -86,7 +87,7 @@ def exchange_once(
     comm = find_communicator(group_name, world_size, op)
     splits = (as_tuple(seq_splits), as_tuple(head_splits), as_tuple(starts))
     try:
-        spec = _functional_spec(op, x.shape, x.dtype, comm.rank, world_size, splits)
+        spec = functional_spec(op, x.shape, x.dtype, comm.rank, world_size, splits)
     except ValueError as error:
         _refuse(op, x, comm, splits, str(error))
     if x.device != comm.device:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .attention import check_qkv, reserve_attention, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .exchange import check_source
+from .functional import functional_spec
 from .heads import HeadShare, share_heads
 from .joint import JointSequence
 from .ops import scatter
@@ -81,16 +82,18 @@ def ulysses_joint_attention(
     share = share_heads(q.shape[2], k.shape[2], comm.world_size, as_tuple(head_splits))
     specs = _specs(joint, share, tuple(q.shape), tuple(k.shape), q.dtype)
     rows = joint.local_rows(comm.rank)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    functional = needs_grad or torch.compiler.is_compiling()
     if not q.shape[1] == k.shape[1] == v.shape[1] == rows:
         message = (
             f"ulysses_joint_attention: rank {comm.rank} holds q {list(q.shape)}, "
             f"k {list(k.shape)}, v {list(v.shape)}, but {joint} gives it {rows} rows; shard as it "
             f"says"
         )
-        refuse(comm, specs, message)
+        # With the other ranks in their first meeting, which is another one without windows.
+        refuse(comm, [_first_scatter(joint, share, k, comm)] if functional else specs, message)
     producers = (lambda: v, lambda: k, lambda: q)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if needs_grad or torch.compiler.is_compiling():
+    if functional:
         splits = joint.image_splits
         return attend_functionally(
             comm, producers, share, attention, replicated=joint, seq_splits=splits
@@ -234,6 +237,16 @@ def with_mask(
         raise ValueError(message)
     masked = cast("Callable[..., Tensor]", attention)
     return partial(masked, mask=joint.arrange(mask))
+
+
+def _first_scatter(
+    joint: JointSequence, share: HeadShare, v: Tensor, comm: UlyssesCommunicator
+) -> WindowSpec:
+    """The exchange of V's image rows by the functional operator."""
+    heads = (None, None) if share.is_even else (share.kv_splits, share.kv_starts)
+    shape = torch.Size((v.shape[0], joint.image_splits[comm.rank], *v.shape[2:]))
+    splits = (joint.image_splits, *heads)
+    return functional_spec("scatter", shape, v.dtype, comm.rank, comm.world_size, splits)
 
 
 def _specs(

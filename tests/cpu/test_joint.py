@@ -194,6 +194,10 @@ def refuse(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ValueError, match=r"rank 1 holds q \[2, 6, .* gives it 7 row") as error:
             ulysses_joint_attention(q[:, cut], k[:, cut], v[:, cut], comm, joint)
         texts.append(str(error.value))
+        wanted = q[:, cut].clone().requires_grad_()  # without windows: another meeting
+        with pytest.raises(ValueError, match=r"rank 1 holds q \[2, 6, .* gives it 7 row") as error:
+            ulysses_joint_attention(wanted, k[:, cut], v[:, cut], comm, joint)
+        texts.append(str(error.value))
         assert ulysses_joint_attention(q, k, v, comm, joint).shape == q.shape
     return texts
 
