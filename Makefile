@@ -23,11 +23,12 @@ BUILD_DIR := build/cmake
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: bench test build lint lint-style lint-format lint-types lint-cpp test-cpp test-python clean
+.PHONY: bench test build lint lint-style lint-format lint-types lint-cpp test-cpp test-python test-long clean
 
 bench: build
 	$(PY) -m ulysses_ops.tools.replay_benchmark
 
+# test-long: what takes minutes: each fault at each step, every way to leave, soaks, the largest models.
 test: lint build test-cpp test-python
 
 # The last install builds the libraries, with what the others installed; of CUTLASS, the headers alone.
@@ -48,7 +49,10 @@ test-cpp: build
 	ctest --test-dir $(BUILD_DIR) --output-on-failure --no-tests=error
 
 test-python: build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not long"
+
+test-long: build
+	$(PY) -m pytest -m long
 
 # $(call run_if_installed,MODULE,COMMAND)
 define run_if_installed

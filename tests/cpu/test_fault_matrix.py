@@ -22,6 +22,8 @@ from ulysses_ops.tools.fault_matrix import chosen_faults, run_matrix
 from ulysses_ops.tools.faults import FAULTS, Fault, Injector, Moment, possible_faults
 from ulysses_ops.tools.launch import Launch
 
+pytestmark = pytest.mark.long
+
 LIMIT_S = 3.0  # of the communicators; a machine that is busy must not be taken for a late peer
 SETTING = Setting(Launch(2, "cpu"), LIMIT_S)
 EXCHANGE = Moment("exchange", "exchange", "bytes", 1)

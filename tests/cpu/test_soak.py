@@ -16,6 +16,8 @@ from ulysses_ops.tools import soak
 from ulysses_ops.tools.held import MEMORY_SLACK, Held
 from ulysses_ops.tools.results import write_results
 
+pytestmark = pytest.mark.long
+
 PIECE = {"number": 0, "calls": 10, "mismatches": 0, "control_mismatches": 3}
 CYCLES = {"cycles": 200, "leaks": [[], []]}
 FOUND: dict[str, Any] = {"pieces": [PIECE], "cycles": [CYCLES]}

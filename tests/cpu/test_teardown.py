@@ -13,6 +13,8 @@ from typing import Any
 import leaving_ranks
 import pytest
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).resolve().parent
 EXIT_S = 10.0  # for an interpreter to end on a busy machine
 # Exit statuses by rank, and what rank 0 says last.

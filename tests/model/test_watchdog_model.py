@@ -9,6 +9,8 @@ import pytest
 from state_space import DEADLOCK, explore
 from watchdog_model import HANDED_OUT, Watchdogs, rounds_with_watchdogs
 
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True)
 class Watched:
