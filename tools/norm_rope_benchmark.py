@@ -14,15 +14,13 @@ import typer
 from rich.console import Console
 
 from ulysses_ops._native import NATIVE
-from ulysses_ops.tools.launch import Launch, RankError, run_ranks
+from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.norm_rope_rows import NormRopeJob, run_norm_rope
-from ulysses_ops.tools.results import Machine, Row, rows_to_json, write_results
-from ulysses_ops.tools.tables import print_rows
+from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN, run_and_report
 from ulysses_ops.tools.timing import Effort
 
 SHAPES = "2000x24,4608x24,6240x40,9360x40,16380x40,32760x40,37888x56,40000x56"
 FUNCTIONAL_SHAPES = ((33, 3),)
-FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
 
 
 def parse_shapes(text: str) -> tuple[tuple[int, int], ...]:
@@ -76,27 +74,7 @@ def run_benchmark(
         job = NormRopeJob(chosen, job.norms, Effort(2, 1.0), 32, inductor=False)
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     launch = Launch(1, "cuda" if on_gpu else "cpu", 1 if on_gpu else 0, time_limit)
-    parts: list[tuple[Machine, list[Row]]] = []
-    try:
-        run_ranks(run_norm_rope, job, launch, on_progress=console.print, on_part=parts.append)
-        failure = ""
-    except RankError as error:
-        failure = str(error)
-    rows: list[Row] = []
-    if parts:
-        machine, rows = parts[-1]  # each part holds those before it
-        print_rows(console, machine, "none", rows)
-        if out is not None:
-            content = {"transport": "none", "rows": rows_to_json(rows)}
-            path = write_results(out, "norm_rope", machine, commit, content)
-            console.print(f"written: {path}", soft_wrap=True, highlight=False)
-    if failure:
-        console.print(failure, style="red", markup=False, highlight=False)
-        raise typer.Exit(1)
-    wrong = [row for row in rows if row.exact is False]
-    if wrong:
-        console.print(f"{len(wrong)} of {len(rows)} rows are WRONG", style="bold red")
-        raise typer.Exit(1)
+    run_and_report(console, "norm_rope", run_norm_rope, job, launch, out=out, commit=commit)
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from ulysses_ops.tools.benchmark_plan import (
     plan_replays,
 )
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans
+from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN
 from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS
 from ulysses_ops.tools.tables import print_rows
 from ulysses_ops.tools.timing import Effort
 
 RESULTS = Path("docs/results")
-FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
 
 
 def run_benchmark(

@@ -14,14 +14,11 @@ import torch
 import typer
 from rich.console import Console
 
-from ulysses_ops.tools.launch import Launch, RankError, run_ranks
-from ulysses_ops.tools.results import Machine, Row, rows_to_json, write_results
+from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN, run_and_report
 from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS, PRODUCTION, select_shapes
-from ulysses_ops.tools.tables import print_rows
 from ulysses_ops.tools.timing import Effort
 from ulysses_ops.tools.weight_rows import WeightJob, weight_rows
-
-FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
 
 
 def run_benchmark(
@@ -56,28 +53,7 @@ def run_benchmark(
     if not on_gpu:
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     launch = Launch(ranks, "cuda" if on_gpu else "cpu", num_gpus, time_limit)
-    parts: list[tuple[Machine, list[Row]]] = []
-    try:
-        run_ranks(weight_rows, job, launch, on_progress=console.print, on_part=parts.append)
-        failure = ""
-    except RankError as error:
-        failure = str(error)
-    rows: list[Row] = []
-    if parts:
-        machine, rows = parts[-1]  # each part holds those before it
-        transport = next((row.transport for row in rows if row.transport != "none"), "none")
-        print_rows(console, machine, transport, rows)
-        if out is not None:
-            content = {"transport": transport, "rows": rows_to_json(rows)}
-            path = write_results(out, "weight_prefetch", machine, commit, content)
-            console.print(f"written: {path}", soft_wrap=True, highlight=False)
-    if failure:
-        console.print(failure, style="red", markup=False, highlight=False)
-        raise typer.Exit(1)
-    wrong = [row for row in rows if row.exact is False]
-    if wrong:
-        console.print(f"{len(wrong)} of {len(rows)} rows are WRONG", style="bold red")
-        raise typer.Exit(1)
+    run_and_report(console, "weight_prefetch", weight_rows, job, launch, out=out, commit=commit)
 
 
 def main() -> None:
