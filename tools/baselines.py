@@ -107,7 +107,10 @@ class PackedScatter:
 
 
 class PlainGraph:
-    """A CUDA graph of something that is not ours, captured on every rank at once."""
+    """A CUDA graph of something that is not ours, captured on every rank at once.
+
+    It keeps ``run``, and with it the tensors that the graph reads.
+    """
 
     def __init__(
         self, context: RankContext, run: Callable[[], Any], what: str, *, warm_up: int = WARM_UP
@@ -118,6 +121,7 @@ class PlainGraph:
             UlyssesError: it cannot be captured on some rank; the same text on every rank.
         """
         self._graph = torch.cuda.CUDAGraph()
+        self._captured: Callable[[], Any] | None = run
         attempt_all(context, lambda: self._warm_up(context, run, warm_up), f"warm-up of {what}")
         context.line_up(f"warm-up of {what}")
         self.output = attempt_all(context, lambda: self._capture(run), f"capture of {what}")
@@ -144,4 +148,4 @@ class PlainGraph:
     def close(self) -> None:
         """Give the graph back; nothing of it may be in flight."""
         self._graph.reset()
-        self.output = None
+        self.output = self._captured = None

@@ -4,6 +4,8 @@
 
 #include "../check.h"
 #include "copy_engine.h"
+#include "own_share.h"
+#include "stream.h"
 
 namespace ulysses_ops {
 namespace {
@@ -200,6 +202,7 @@ void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId
 
 void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
                  CaptureId capture) {
+  const CurrentDevice current(device_);
   Channel& channel = channel_of(window);
   window.last_use = ++num_uses_;
   if (capture != 0) {
@@ -210,8 +213,8 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   const auto issue = [&](bool own) {
     for (const PitchedCopy& copy : copies) {
       if ((copy.peer == rank_) == own) {
-        issue_copy(copy, window.base_of_rank[copy.peer], source.base,
-                   own ? lanes_.own() : lanes_.copy());
+        (own ? copy_own_share : issue_copy)(copy, window.base_of_rank[copy.peer], source.base,
+                                            own ? lanes_.own() : lanes_.copy());
       }
     }
   };

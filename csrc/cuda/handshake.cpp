@@ -75,6 +75,7 @@ void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream)
 void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
                bool is_captured, uint64_t number) {
   Batch batch;
+  batch.reserve(2 + 3 * signals.size() * signals.front().words->local.size());
   for (const Signal& signal : signals) {
     begin_announce(batch, signal, path, stream);
   }

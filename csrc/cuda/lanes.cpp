@@ -4,6 +4,8 @@
 #include <memory>
 
 #include "../check.h"
+#include "own_share.h"
+#include "stream.h"
 
 namespace ulysses_ops {
 
@@ -24,9 +26,7 @@ RelaxedCaptureMode::RelaxedCaptureMode() {
 RelaxedCaptureMode::~RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
 Lanes::Lanes(int64_t device) {
-  int previous = 0;
-  UOPS_CUDA_CHECK(cudaGetDevice(&previous));
-  UOPS_CUDA_CHECK(cudaSetDevice(static_cast<int>(device)));
+  const CurrentDevice current(device);
   const RelaxedCaptureMode relaxed;
   int least = 0;
   int greatest = 0;
@@ -39,7 +39,7 @@ Lanes::Lanes(int64_t device) {
   for (cudaEvent_t* event : {&capture_event_, &copy_mark_, &own_mark_}) {
     UOPS_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
   }
-  UOPS_CUDA_CHECK(cudaSetDevice(previous));
+  load_own_share();
 }
 
 Lanes& Lanes::of(int64_t device) {
@@ -55,14 +55,15 @@ Lanes& Lanes::of(int64_t device) {
 CaptureId Lanes::admit(cudaStream_t caller, const void* group, const char* op) {
   const CaptureId capture = capture_id(caller);
   bool lanes_captured = false;
-  for (const cudaStream_t lane : {copy_, own_}) {
-    const CaptureId lane_capture = capture_id(lane);
+  for (size_t lane = 0; may_be_captured_ && lane < 2; ++lane) {
+    const CaptureId lane_capture = capture_id(lane == 0 ? copy_ : own_);
     STD_TORCH_CHECK(lane_capture == 0 || lane_capture == capture, op,
                     ": the copy streams of this device take part in another capture (id ",
                     lane_capture, ", this call's is ", capture,
                     "); complete and end that capture first");
     lanes_captured |= lane_capture != 0;
   }
+  may_be_captured_ = lanes_captured;
   STD_TORCH_CHECK(capture == 0 || capture != owned_capture_ || group == owner_, op,
                   ": this step is captured for another communicator; capture a step with the "
                   "communicator that it uses, and use one in it");
@@ -101,6 +102,7 @@ bool Lanes::is_idle() {
 void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after,
                   CaptureId capture) {
   is_marked_ &= capture != 0;
+  may_be_captured_ |= capture != 0;
   // A wait refers to the latest record, so one event serves all calls.
   const cudaEvent_t event = capture == 0 ? eager_event_ : capture_event_;
   UOPS_CUDA_CHECK(cudaEventRecord(event, before));

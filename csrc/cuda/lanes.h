@@ -69,6 +69,7 @@ class Lanes {
   cudaEvent_t copy_mark_ = nullptr;
   cudaEvent_t own_mark_ = nullptr;
   bool is_marked_ = true;  // whether the marks cover all eager work: a mark for each call costs it
+  bool may_be_captured_ = false;  // a call in a capture leaves it set, until both are found free
   CaptureId owned_capture_ = 0;
   const void* owner_ = nullptr;
 };
