@@ -97,7 +97,7 @@ class Cycle:
         """Nothing is constructed yet."""
         self._setting = setting
         self._limit_s = limit_s
-        self._device = device
+        self.device = device
         self._name = name
         self._comm: UlyssesCommunicator | None = None
 
@@ -113,8 +113,8 @@ class Cycle:
         sources = [self._filled(rank, number, (1, 6, shape[2], 64)) for number in range(3)]
         enter("construction")
         comm = self._comm = UlyssesCommunicator(
-            device=self._device,
-            transport="gloo" if self._device.type == "cpu" else "ce",
+            device=self.device,
+            transport="gloo" if self.device.type == "cpu" else "ce",
             name=self._name,
             timeout_s=self._limit_s,
             allow_shared_devices=self._setting.launch.shares_devices,
@@ -140,7 +140,7 @@ class Cycle:
             self._comm = None
 
     def _filled(self, rank: int, number: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.full(shape, 1000.0 * rank + number, device=self._device)
+        return torch.full(shape, 1000.0 * rank + number, device=self.device)
 
     def _check(self, comm: UlyssesCommunicator, received: Tensor, number: int) -> None:
         comm.synchronize()
@@ -213,7 +213,7 @@ def _ending(error: Exception) -> Ending:
 
 def _alone(cycle: Cycle) -> None:
     """One rank that is left has no peers; it makes a communicator of its own and closes it."""
-    with UlyssesCommunicator(name="alone") as comm:
+    with UlyssesCommunicator(device=cycle.device, name="alone") as comm:
         comm.synchronize()
     cycle.close()
 
