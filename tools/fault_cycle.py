@@ -50,11 +50,13 @@ class Setting:
         launch: The ranks.
         limit_s: ``timeout_s`` of the communicators, in seconds.
         victim: The rank that a fault strikes.
+        parallel: Cells at a time. GPU memory is judged where a cell has the GPUs to itself alone.
     """
 
     launch: Launch
     limit_s: float
     victim: int = 1
+    parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
     _make_group(store, "clean", rank, setting.launch.world_size)
     Cycle(setting, device, "clean").run(lambda step: None)
     dist.barrier()
-    before = read_held(device)
+    before = read_held(device, others_too=setting.parallel > 1)
     mine = fault if rank == setting.victim else None
     line.send(_struck(setting, mine, device, line))
     left: list[int] = line.recv()
@@ -174,7 +176,8 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
         fresh.run(lambda step: None) if len(left) > 1 else _alone(fresh)
     except Exception as error:  # noqa: BLE001  whatever it was, the parent judges it
         failure = describe(error)
-    line.send(Restarted(failure, read_held(device).leaks(before)))
+    after = read_held(device, others_too=setting.parallel > 1)
+    line.send(Restarted(failure, after.leaks(before)))
     dist.destroy_process_group()
 
 

@@ -41,11 +41,10 @@ def run_matrix(
     setting: Setting,
     faults: Sequence[Fault],
     *,
-    parallel: int = 1,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Run a cell for each fault, ``parallel`` at a time, and return them in the order of faults."""
-    with ThreadPoolExecutor(parallel) as threads:
+    """Run a cell for each fault, and return them in the order of faults."""
+    with ThreadPoolExecutor(setting.parallel) as threads:
         running = {threads.submit(run_cell, setting, fault): fault for fault in faults}
         done = {}
         for finished in as_completed(running):
@@ -62,7 +61,9 @@ def main(
     one_moment: Annotated[
         bool, typer.Option("--one-moment", help="One moment of each step, not every one.")
     ] = False,
-    parallel: Annotated[int, typer.Option(min=1, help="Cells at a time; on GPUs, 1.")] = 1,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Cells at a time; with 1, GPU memory is judged.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot tell.")] = None,
 ) -> None:
@@ -75,14 +76,14 @@ def main(
     num_devices = 0 if cpu else torch.cuda.device_count()
     on_gpu = num_devices >= 2
     launch = Launch(world_size, "cuda" if on_gpu else "cpu", num_devices)
-    setting = Setting(launch, limit)
+    setting = Setting(launch, limit, parallel=parallel)
     moments = find_moments(setting)
     faults = [
         fault
         for fault in chosen_faults(possible_faults(moments), one_moment)
         if fault.name in names
     ]
-    cells = run_matrix(setting, faults, parallel=parallel, on_cell=typer.echo)
+    cells = run_matrix(setting, faults, on_cell=typer.echo)
     bad = [cell for cell in cells if not cell.is_good]
     machine = read_machine(launch.device(0), min(num_devices, world_size) if on_gpu else 0)
     content = {
@@ -90,6 +91,7 @@ def main(
         "transport": "ce" if on_gpu else "gloo",
         "limit_s": limit,
         "moments": len(moments),
+        "parallel": parallel,
         "cells": [asdict(cell) for cell in cells],
     }
     path = write_results(out, "fault_matrix", machine, commit, content)

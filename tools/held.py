@@ -32,13 +32,19 @@ class Held:
         return leaks
 
 
-def read_held(device: torch.device) -> Held:
-    """What this process holds now, garbage and cached memory given back first."""
+def read_held(device: torch.device, *, others_too: bool = False) -> Held:
+    """What this process holds now, garbage and cached memory given back first.
+
+    Args:
+        device: Where the process works.
+        others_too: Others come and go on the device meanwhile: its memory says nothing, and is 0.
+    """
     gc.collect()
     gpu_bytes = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+    if device.type == "cuda" and not others_too:
         free, total = torch.cuda.mem_get_info(device)
         gpu_bytes = total - free
     files = len(list(Path("/proc/self/fd").iterdir()))

@@ -25,7 +25,7 @@ from ulysses_ops.tools.launch import Launch
 pytestmark = pytest.mark.long
 
 LIMIT_S = 3.0  # of the communicators; a machine that is busy must not be taken for a late peer
-SETTING = Setting(Launch(2, "cpu"), LIMIT_S)
+SETTING = Setting(Launch(2, "cpu"), LIMIT_S, parallel=6)
 EXCHANGE = Moment("exchange", "exchange", "bytes", 1)
 LATE = Fault("late", EXCHANGE)
 # What every rank that is left must come to, where only one outcome is right.
@@ -47,7 +47,7 @@ def cells(moments: list[Moment]) -> dict[str, list[Cell]]:
     """One moment of each step for each fault, several cells at a time: they wait, mostly."""
     faults = chosen_faults(possible_faults(moments), one_moment=True)
     by_fault: dict[str, list[Cell]] = {}
-    for cell in run_matrix(SETTING, faults, parallel=6):
+    for cell in run_matrix(SETTING, faults):
         by_fault.setdefault(cell.fault, []).append(cell)
     return by_fault
 

@@ -5,6 +5,8 @@ All moments: ``python -m ulysses_ops.tools.fault_matrix``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ LIMIT_S = 3.0
 
 @pytest.fixture(scope="module")
 def setting() -> Setting:
-    return Setting(Launch(2, "cuda", torch.cuda.device_count()), LIMIT_S)
+    return Setting(Launch(2, "cuda", torch.cuda.device_count()), LIMIT_S, parallel=6)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,28 @@ def test_no_fault_hangs_leaks_or_gives_wrong_data(
         for chosen in chosen_faults(possible_faults(moments), one_moment=True)
         if chosen.name == fault
     ]
-    cells = run_matrix(setting, faults, parallel=2)
+    cells = run_matrix(setting, faults)
     assert cells
     for cell in cells:
         assert cell.is_good, f"{cell}\n{cell.told}"
         if fault in ("late", "stopped"):
             assert cell.outcome == "right", f"{cell}\n{cell.told}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [("killed", "exchange"), ("too late", "capture"), ("dropped write", "replay")],
+)
+def test_gpu_memory_is_given_back(
+    setting: Setting, moments: list[Moment], fault: str, step: str
+) -> None:
+    """One cell at a time: memory of a GPU is nobody's in particular."""
+    alone = replace(setting, parallel=1)
+    (chosen,) = (
+        found
+        for found in chosen_faults(possible_faults(moments), one_moment=True)
+        if (found.name, found.moment.step) == (fault, step)
+    )
+    (cell,) = run_matrix(alone, [chosen])
+    assert cell.is_good, f"{cell}\n{cell.told}"
