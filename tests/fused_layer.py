@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator
+from ulysses_ops import NormRope, Products, Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.part_norm_rope import apply_norm_rope
 
 KINDS = (
@@ -17,6 +18,14 @@ KINDS = (
     NormRope("none", "interleaved"),
 )
 SPLITS = ("whole", "peers", "destinations")
+APART = (Products(),)
+GROUPED = (
+    Products("paired"),
+    Products("paired", "last"),
+    Products("packed"),
+    Products(lanes=2),
+    Products("paired", lanes=2),
+)
 HEADS, KV_HEADS, HEAD_DIM, ROWS, WIDTH = 8, 4, 16, 6, 24
 
 
@@ -74,15 +83,19 @@ def spoil(layer: UlyssesAttention, x: Tensor) -> None:
         window.tensor.fill_(float("nan"))
 
 
-def compare_all(comm: UlyssesCommunicator, kinds: tuple[NormRope, ...], batch: int) -> None:
+def compare_all(
+    comm: UlyssesCommunicator,
+    kinds: tuple[NormRope, ...],
+    batch: int,
+    products: tuple[Products, ...] = APART,
+) -> None:
     """Q, K and V of both, by every split, twice with other rows."""
-    for kind in kinds:
-        for split in SPLITS:
-            schedule = Schedule(split, "whole", "whole")  # type: ignore[arg-type]
-            fused, plain = fused_and_plain(comm, kind, schedule)
-            for seed in (1, 2):
-                x, cos, sin = inputs(comm, kind, batch, seed)
-                expected = [part.clone() for part in plain.project(x, cos, sin)]
-                spoil(fused, x)
-                for found, right in zip(fused.project(x, cos, sin), expected, strict=True):
-                    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    for kind, split, grouped in product(kinds, SPLITS, products):
+        schedule = Schedule(split, "whole", "whole", products=grouped)  # type: ignore[arg-type]
+        fused, plain = fused_and_plain(comm, kind, schedule)
+        for seed in (1, 2):
+            x, cos, sin = inputs(comm, kind, batch, seed)
+            expected = [part.clone() for part in plain.project(x, cos, sin)]
+            spoil(fused, x)
+            for found, right in zip(fused.project(x, cos, sin), expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)

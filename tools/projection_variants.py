@@ -9,12 +9,15 @@ Variants have the names of those of the block; what each does before attention t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from ulysses_ops.attention import reserve_attention
 from ulysses_ops.exchange import Exchange
-from ulysses_ops.schedule import PEERS_FIRST, Schedule
+from ulysses_ops.schedule import PEERS_FIRST, Products, Schedule
 from ulysses_ops.tools.baselines import NcclScatter, PackedScatter
 from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Outputs, Run, Setting
@@ -23,6 +26,14 @@ from ulysses_ops.tools.layer_variants import SPLIT_ALONE, SplitAlone, layer_of
 
 QKV = "qkv"
 GEMMS = "gemms"  # what the others are a multiple of
+REPLAYED = "compute replayed as ours"  # what the replay of a captured step itself costs
+GROUPED = {
+    "peers first paired": Products("paired"),
+    "peers first paired V last": Products("paired", "last"),
+    "peers first packed": Products("packed"),
+    "peers first two lanes": Products(lanes=2),
+    "peers first paired two lanes": Products("paired", lanes=2),
+}
 
 
 def gemms(setting: Setting) -> Run:
@@ -63,6 +74,12 @@ def split_alone(setting: Setting) -> Run:
     return _by_layer(setting, PEERS_FIRST, SplitAlone)
 
 
+def _grouped(products: Products, kind: type[SplitAlone] | None = None) -> Callable[[Setting], Run]:
+    """Peers first, with other GEMMs or on two streams."""
+    schedule = replace(PEERS_FIRST, products=products)
+    return lambda setting: _by_layer(setting, schedule, kind)
+
+
 def naive(setting: Setting) -> Run:
     """NCCL as usual: permute, all-to-all, all on one stream."""
     block = setting.block
@@ -101,9 +118,21 @@ def _by_layer(setting: Setting, schedule: Schedule, kind: type[SplitAlone] | Non
 PROJECTIONS = (
     BlockVariant(GEMMS, gemms, "none", is_blind=True),
     BlockVariant(COMPUTE, compute_only, "none", is_blind=True),
+    BlockVariant(REPLAYED, compute_only, "none", is_ours=True, is_blind=True),
     BlockVariant(OURS, ours, "", is_ours=True),
     BlockVariant("peers first", peers_first, "", is_ours=True, compares_bits=False),
     BlockVariant(SPLIT_ALONE, split_alone, "none", is_ours=True, is_blind=True),
+    *(
+        BlockVariant(name, _grouped(products), "", is_ours=True, compares_bits=False)
+        for name, products in GROUPED.items()
+    ),
+    BlockVariant(
+        f"{SPLIT_ALONE} two lanes",
+        _grouped(Products(lanes=2), SplitAlone),
+        "none",
+        is_ours=True,
+        is_blind=True,
+    ),
     BlockVariant(NAIVE, naive, "nccl"),
     BlockVariant("packed", packed, "nccl"),
 )

@@ -83,10 +83,10 @@ class Parts:
     weight: Tensor | None = None
 
     @classmethod
-    def of(cls, to: Projected, whole: Tensor, outputs: Sequence[Tensor]) -> Parts:
-        """All of ``whole``, with the norm weight of its heads."""
+    def of(cls, to: Projected, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Parts:
+        """All of ``inputs``, with the norm weight of their heads."""
         weight = to.norm_weight
-        return cls([whole], outputs, None if weight is None else weight.flatten())
+        return cls(inputs, outputs, None if weight is None else weight.flatten())
 
 
 def project_fused(
@@ -109,7 +109,7 @@ def project_fused(
         for one in (k, q):
             whole = one.multiply(x, everyone)
             out = torch.empty_like(whole)
-            _run_alone(kernel, one is q, Parts.of(one, whole, [out]))
+            _run_alone(kernel, one is q, Parts.of(one, [whole], [out]))
             exchange.send(out, one.window)
         return
     groups = peer_groups(len(everyone), rank, split)
@@ -124,11 +124,11 @@ def project_fused(
         send_parts(exchange, v.multiply(x, ranks), v.window, ranks)
         parts = {one: one.multiply(x, ranks) for one in (k, q)}
         outs = {one: torch.empty_like(part) for one, part in parts.items()}
-        kernel.run(*(Parts.of(one, parts[one], [outs[one]]) for one in (q, k)))
+        kernel.run(*(Parts.of(one, [parts[one]], [outs[one]]) for one in (q, k)))
         for one, out in outs.items():
             send_parts(exchange, out, one.window, ranks)
     v.store(x, rank)
-    kernel.run(*(Parts.of(one, one.multiply(x, own), [one.window.own_view]) for one in (q, k)))
+    kernel.run(*(Parts.of(one, [one.multiply(x, own)], [one.window.own_view]) for one in (q, k)))
 
 
 def _normalise_rows(
@@ -146,7 +146,7 @@ def _normalise_rows(
     by_first_rank = {ranks.start: part for ranks, part in staged.items()}
     by_first_rank[rank] = one.window.own_view
     outputs = [by_first_rank[first] for first in sorted(by_first_rank)]
-    _run_alone(kernel, is_q, Parts.of(one, whole, outputs))
+    _run_alone(kernel, is_q, Parts.of(one, [whole], outputs))
     for ranks, part in staged.items():
         send_parts(exchange, part, one.window, ranks)
 

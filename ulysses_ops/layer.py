@@ -15,15 +15,16 @@ from .attention import out_specs, qkv_specs, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
-from .fused_projection import FusedKernel, project_fused
+from .first_stage import FirstStage
 from .layer_checks import check_inputs, check_no_autocast, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
+from .packed_weights import PackedWeights
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
-from .peers_first import Output, Projected, Rotation, attend, project
+from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
-from .schedule import Problem, ProjectionSplit, Schedule
+from .schedule import Problem, Schedule
 from .values_first import AttentionKernel
 from .windows import Window, reserve
 
@@ -44,8 +45,9 @@ class UlyssesAttention(nn.Module):
     rounded once more for each slab of heads that is added.
 
     Weights are used where they are: those for one rank lie side by side in each projection, so
-    that nothing is packed or held twice. Attention by head chunks alone needs the columns of the
-    output weight in another order; they are copied in each step.
+    that nothing is packed or held twice, unless ``schedule.products`` asks for it. Attention by
+    head chunks alone needs the columns of the output weight in another order; they are copied in
+    each step.
 
     Attributes:
         comm: The ranks.
@@ -118,6 +120,7 @@ class UlyssesAttention(nn.Module):
         self.schedule = schedule
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
+        self._packed = PackedWeights()
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
             used = sizes.norm_weight(name, weight, heads, norm_rope.norm)
@@ -254,7 +257,7 @@ class UlyssesAttention(nn.Module):
         qkv, outs = self._reserve(x, schedule)
         with torch.no_grad():
             return attend(
-                self._project(x, cos, sin, schedule.projection, qkv),
+                self._project(x, cos, sin, schedule, qkv),
                 self._attention,
                 Output(self.out.weight, self.out.bias, self._chunks(schedule.head_chunks)),
                 outs,
@@ -294,14 +297,14 @@ class UlyssesAttention(nn.Module):
         schedule = self._schedule_for(x)
         qkv, _ = self._reserve(x, schedule)
         with torch.no_grad():
-            return self._project(x, cos, sin, schedule.projection, qkv)
+            return self._project(x, cos, sin, schedule, qkv)
 
     def _project(
         self,
         x: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
-        split: ProjectionSplit,
+        schedule: Schedule,
         windows: list[Window],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Fill the windows of V, K and Q, given in this order."""
@@ -313,13 +316,8 @@ class UlyssesAttention(nn.Module):
                 (self.v, self.k, self.q), windows, kinds, norms, strict=True
             )
         )
-        fused = FusedKernel(self.norm_rope, cos, sin)
-        with self.begin_exchange() as exchange:
-            if self._norm_rope_kernel is None and fused.fits(x, self.head_dim, norms):
-                project_fused(x, (v, k, q), fused, self.comm.rank, split, exchange)
-            else:
-                rotation = Rotation(cos, sin, self._norm_rope_kernel or apply_norm_rope)
-                project(x, (v, k, q), rotation, self.comm.rank, split, exchange)
+        stage = FirstStage(self.comm, self._norm_rope_kernel, self._packed, self.begin_exchange)
+        stage.run(x, (v, k, q), cos, sin, schedule)
         return q.window.tensor, k.window.tensor, v.window.tensor
 
     def begin_exchange(self) -> Exchange:

@@ -14,6 +14,52 @@ from .part_norm_rope import NormRope
 ProjectionSplit = Literal["whole", "peers", "destinations"]
 AttentionSplit = Literal["whole", "peers", "destinations", "heads"]
 OutputSplit = Literal["whole", "slabs"]
+Grouping = Literal["apart", "paired", "packed"]
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the GEMMs before attention are grouped, where norm and RoPE are one fused kernel.
+
+    Attributes:
+        grouping: ``"apart"``: Q, K and V of a rank are a GEMM each, weights are read where they
+            are; ``"paired"``: Q and K of a rank are one; ``"packed"``: of a peer V as well. The
+            last two read copies of the weights, which the layer keeps. With a norm across heads,
+            both make Q and K of all ranks one GEMM.
+        values: Whether V of a peer leaves ``"first"`` or ``"last"``; ``"last"`` goes with
+            ``"paired"`` and one lane.
+        lanes: 2: what needs nothing of each other runs on two streams, so that the last wave of
+            one GEMM fills up with tiles of the next, and norm and RoPE run beside GEMMs. Not with
+            ``"packed"``.
+    """
+
+    grouping: Grouping = "apart"
+    values: Literal["first", "last"] = "first"
+    lanes: Literal[1, 2] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing.
+
+        Raises:
+            ValueError: a value is unknown, or they do not go together.
+        """
+        values_last = self.values == "last"
+        if (
+            self.grouping not in get_args(Grouping)
+            or self.values not in ("first", "last")
+            or self.lanes not in (1, 2)
+            or (values_last and (self.grouping != "paired" or self.lanes == 2))
+            or (self.grouping == "packed" and self.lanes == 2)
+        ):
+            message = (
+                f"Products: grouping={self.grouping!r}, values={self.values!r}, lanes="
+                f"{self.lanes}: give one of {get_args(Grouping)}, 'first' or 'last', 1 or 2; "
+                f"'last' goes with 'paired' in one lane, and 'packed' with one lane"
+            )
+            raise ValueError(message)
+
+
+APART = Products()
 
 
 @dataclass(frozen=True)
@@ -29,12 +75,14 @@ class Schedule:
             other.
         output: ``"whole"``, or by ``"slabs"`` of heads, the own ones first.
         head_chunks: Chunks with ``attention="heads"``, which also needs ``output="slabs"``; else 1.
+        products: How the GEMMs before attention are grouped; with ``projection="whole"`` unused.
     """
 
     projection: ProjectionSplit = "whole"
     attention: AttentionSplit = "whole"
     output: OutputSplit = "whole"
     head_chunks: int = 1
+    products: Products = APART
 
     def __post_init__(self) -> None:
         """Refuse what means nothing.

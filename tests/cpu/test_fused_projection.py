@@ -52,9 +52,9 @@ def test_fused_and_plain_stage_agree(ranks: Ranks, world_size: int, batch: int) 
 
 def weightless(rank: int, world_size: int) -> None:
     def without(
-        cls: type[Parts], to: object, whole: torch.Tensor, outs: list[torch.Tensor]
+        cls: type[Parts], to: object, parts: list[torch.Tensor], outs: list[torch.Tensor]
     ) -> Parts:
-        return cls([whole], outs)
+        return cls(parts, outs)
 
     with (
         mock.patch.object(FusedKernel, "fits", fits),
