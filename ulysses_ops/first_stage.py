@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .exchange import Exchange
 from .fused_projection import FusedKernel, project_fused
 from .grouped_projection import GroupedStage
 from .packed_weights import PackedWeights
