@@ -336,8 +336,7 @@ void Group::forget_capture(CaptureId capture) {
 void Group::before_replay(cudaStream_t launch) {
   STD_TORCH_CHECK(admit(launch, "replay") == 0,
                   "replay: this stream is being captured; end that capture first");
-  lanes_.order(lanes_.copy(), {launch}, 0);
-  lanes_.order(lanes_.own(), {launch}, 0);
+  lanes_.before_replay(launch);
   for (auto& [name, channel] : channels_) {
     const auto reader = channel.readers.find(0);
     if (reader != channel.readers.end() && reader->second != launch) {
@@ -347,7 +346,7 @@ void Group::before_replay(cudaStream_t launch) {
 }
 
 void Group::after_replay(cudaStream_t launch) {
-  lanes_.order(launch, {lanes_.copy(), lanes_.own()}, 0);
+  lanes_.after_replay(launch);
   for (auto& [name, channel] : channels_) {
     channel.readers[0] = launch;  // a graph may hand out a window; it is read on this stream
   }

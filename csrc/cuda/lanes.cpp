@@ -102,6 +102,9 @@ bool Lanes::is_idle() {
 void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after,
                   CaptureId capture) {
   is_marked_ &= capture != 0;
+  if (capture == 0) {
+    replaying_.reset();
+  }
   may_be_captured_ |= capture != 0;
   // A wait refers to the latest record, so one event serves all calls.
   const cudaEvent_t event = capture == 0 ? eager_event_ : capture_event_;
@@ -109,6 +112,22 @@ void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after
   for (const cudaStream_t stream : after) {
     UOPS_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
   }
+}
+
+void Lanes::before_replay(cudaStream_t launch) {
+  unsigned long long id = 0;
+  UOPS_CUDA_CHECK(cudaStreamGetId(launch, &id));
+  if (replaying_ != id) {
+    order(copy_, {launch}, 0);
+    order(own_, {launch}, 0);
+  }
+}
+
+void Lanes::after_replay(cudaStream_t launch) {
+  unsigned long long id = 0;
+  UOPS_CUDA_CHECK(cudaStreamGetId(launch, &id));
+  order(launch, {copy_, own_}, 0);
+  replaying_ = id;
 }
 
 }  // namespace ulysses_ops

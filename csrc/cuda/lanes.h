@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 
 namespace ulysses_ops {
 
@@ -56,6 +57,12 @@ class Lanes {
   // if it is 0, in none.
   void order(cudaStream_t before, std::initializer_list<cudaStream_t> after, CaptureId capture);
 
+  // Orders a replay on `launch` behind the eager work of the lanes, and the lanes behind it.
+  // Replays one after the other on one stream need the first half once: it would lead each through
+  // the lanes and back.
+  void before_replay(cudaStream_t launch);
+  void after_replay(cudaStream_t launch);
+
  private:
   explicit Lanes(int64_t device);
   // Remembers what the lanes hold now as their latest eager work.
@@ -70,6 +77,8 @@ class Lanes {
   cudaEvent_t own_mark_ = nullptr;
   bool is_marked_ = true;  // whether the marks cover all eager work: a mark for each call costs it
   bool may_be_captured_ = false;  // a call in a capture leaves it set, until both are found free
+  // The stream whose replay was the latest eager work, by its id: handles are used again.
+  std::optional<unsigned long long> replaying_;
   CaptureId owned_capture_ = 0;
   const void* owner_ = nullptr;
 };
