@@ -25,6 +25,8 @@ GROUPED = (
     Products("packed"),
     Products(lanes=2),
     Products("paired", lanes=2),
+    Products(opens_early=True),
+    Products(lanes=2, opens_early=True),
 )
 HEADS, KV_HEADS, HEAD_DIM, ROWS, WIDTH = 8, 4, 16, 6, 24
 

@@ -33,6 +33,8 @@ GROUPED = {
     "peers first packed": Products("packed"),
     "peers first two lanes": Products(lanes=2),
     "peers first paired two lanes": Products("paired", lanes=2),
+    "peers first opens early": Products(opens_early=True),
+    "peers first two lanes opens early": Products(lanes=2, opens_early=True),
 }
 
 

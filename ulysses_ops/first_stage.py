@@ -68,5 +68,7 @@ class FirstStage:
         side = SideStream.of(self.comm) if products.lanes == 2 else SideStream()
         # Joined once more behind the completion, which orders streams that have sent behind it.
         with side.forked(), self.begin() as exchange:
+            if products.opens_early:
+                exchange.open(projected[0].window)
             stage = GroupedStage(x, *projected, fused, self.comm.rank, exchange)
             stage.run(groups, products, self.weights, side)

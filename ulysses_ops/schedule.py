@@ -31,11 +31,13 @@ class Products:
         lanes: 2: what needs nothing of each other runs on two streams, so that the last wave of
             one GEMM fills up with tiles of the next, and norm and RoPE run beside GEMMs. Not with
             ``"packed"``.
+        opens_early: The round is opened before the first GEMM, not with the first send.
     """
 
     grouping: Grouping = "apart"
     values: Literal["first", "last"] = "first"
     lanes: Literal[1, 2] = 1
+    opens_early: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what means nothing.

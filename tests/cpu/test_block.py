@@ -39,7 +39,7 @@ from ulysses_ops.tools.block_variants import (
 )
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE
-from ulysses_ops.tools.projection_variants import GROUPED, GEMMS, PROJECTIONS, QKV
+from ulysses_ops.tools.projection_variants import GEMMS, GROUPED, PROJECTIONS, QKV
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL_BLOCKS, Shape

@@ -112,6 +112,8 @@ def test_each_form_has_its_products_and_its_order(ranks: Ranks) -> None:
             Products("packed"): ("vkq", 3),
             Products(lanes=2): ("vkq", 6),
             Products("paired", lanes=2): ("vkq", 4),
+            Products(opens_early=True): ("vkq", 6),
+            Products(lanes=2, opens_early=True): ("vkq", 6),
         }
 
 

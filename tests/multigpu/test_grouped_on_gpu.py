@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 from fused_layer import GROUPED, KINDS, compare_all, fused_and_plain, inputs, spoil
-from on_gpu import communicator, delay, settle
+from on_gpu import NO_OPEN, communicator, delay, fault, settle
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -59,11 +59,11 @@ def test_replays(pair: RankPool, products: Products) -> None:
     assert pair.run(replays, products, timeout_s=60) == [0, 0]
 
 
-def late_readers(rank: int, world_size: int, products: Products, is_faulty: bool) -> int:
-    """Rounds from two streams in turn; each reads the windows late, while the next is issued.
+def late_readers(rank: int, world_size: int, products: Products, broken: str) -> int:
+    """Rounds from two streams in turn; a rank reads the windows late, while the next is issued.
 
-    With the fault, the side stream follows the caller at the start of a round alone, and not behind
-    the first send, which waits for the reader.
+    With ``broken="follow"`` the side stream follows the caller at the start of a round alone, and
+    not behind the first send, which waits for the reader. With ``"open"`` nobody opens.
     """
     right, calls = SideStream.follow, count()
 
@@ -72,33 +72,48 @@ def late_readers(rank: int, world_size: int, products: Products, is_faulty: bool
             right(side)
 
     with communicator() as comm, pytest.MonkeyPatch.context() as patch:
-        if is_faulty:
-            patch.setattr(SideStream, "follow", at_the_start)
         kind = KINDS[0]
         layer, _ = fused_and_plain(comm, kind, schedule_of(products))
         given = [inputs(comm, kind, 1, seed) for seed in range(20)]
         expected = [[part.clone() for part in layer.project(*one)] for one in given]
         settle()
+        if broken == "follow":
+            patch.setattr(SideStream, "follow", at_the_start)
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         found: list[list[Tensor]] = []
-        for number, one in enumerate(given):
-            with torch.cuda.stream(streams[number % 2]):
-                windows = layer.project(*one)
-                delay(10)
-                found.append([part.clone() for part in windows])
-        settle()
+        with fault(comm, NO_OPEN if broken == "open" else 0):
+            for number, one in enumerate(given):
+                with torch.cuda.stream(streams[number % 2]):
+                    windows = layer.project(*one)
+                    if number % 2 == rank:
+                        delay(10)
+                    found.append([part.clone() for part in windows])
+            settle()
         wrong = 0
         for got, wanted in zip(found, expected, strict=True):
             wrong += sum(not torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         return wrong
 
 
-@pytest.mark.parametrize("products", [Products(lanes=2), Products("paired", lanes=2)], ids=str)
-def test_own_parts_are_written_behind_readers_of_another_stream(
+@pytest.mark.parametrize(
+    "products",
+    [
+        Products(lanes=2),
+        Products("paired", lanes=2),
+        Products(opens_early=True),
+        Products(lanes=2, opens_early=True),
+    ],
+    ids=str,
+)
+def test_windows_are_written_behind_readers_of_another_stream(
     pair: RankPool, products: Products
 ) -> None:
-    assert pair.run(late_readers, products, False, timeout_s=60) == [0, 0]
+    assert pair.run(late_readers, products, "", timeout_s=60) == [0, 0]
 
 
 def test_control_own_parts_that_are_written_at_once_are_seen(pair: RankPool) -> None:
-    assert max(pair.run(late_readers, Products(lanes=2), True, timeout_s=60)) > 0
+    assert max(pair.run(late_readers, Products(lanes=2), "follow", timeout_s=60)) > 0
+
+
+def test_control_a_round_that_is_not_opened_is_seen(pair: RankPool) -> None:
+    assert max(pair.run(late_readers, Products(opens_early=True), "open", timeout_s=60)) > 0
