@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -17,12 +17,15 @@ class SideStream:
 
     Memory may come from either stream and be used on both, as long as nothing is given back between
     :meth:`follow` and :meth:`join`.
+
+    NOTE [captures]: GEMM libraries keep a workspace for each stream, and a graph that replays is
+    not ordered with eager work of other callers. So captures take a stream of their own.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Make the stream, if the device is given and has streams."""
+        """Make the streams, if the device is given and has any."""
         has_streams = device is not None and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if has_streams else None
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if has_streams else []
 
     @staticmethod
     def of(comm: UlyssesCommunicator) -> SideStream:
@@ -35,22 +38,30 @@ class SideStream:
         self.follow()
         try:
             yield
-        finally:
-            self.join()
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that is broken; the cause says more
+                self.join()
+            raise
+        self.join()
 
     def follow(self) -> None:
         """What is issued here from now on waits for what the caller's stream holds now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self._streams:
+            stream = self._stream()
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def join(self) -> None:
         """What the caller issues from now on waits for what is issued here."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._streams:
+            stream = self._stream()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def current(self) -> AbstractContextManager[object]:
         """While entered, work is issued here."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._stream()) if self._streams else nullcontext()
 
     def close(self) -> None:
         """Nothing to give up: PyTorch keeps its streams."""
+
+    def _stream(self) -> torch.cuda.Stream:
+        return self._streams[torch.cuda.is_current_stream_capturing()]
