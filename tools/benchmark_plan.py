@@ -24,6 +24,7 @@ from ulysses_ops.tools.shapes import (
 )
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS, TINY_CASES, select_cases
 from ulysses_ops.tools.step_job import SECTION as STEP
+from ulysses_ops.tools.step_job import WEIGHTS as PARTS
 from ulysses_ops.tools.step_job import StepJob
 from ulysses_ops.tools.step_rows import STEPS
 from ulysses_ops.tools.step_variants import select_step_variants
@@ -38,6 +39,7 @@ KNOWN = (*SECTIONS, BLOCK, QKV, STEP)
 NAMED = (UNEVEN, QKV, STEP)  # run when they are named, not as part of "all"
 EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
+LAUNCHES = "launches"  # a part of the step
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Choice:
         variants: Of the block or the step: names, separated by commas, or ``"all"``.
         models: Of the step: names, separated by commas.
         layers: Of the step's models, of the first kind; all of them when ``None``.
+        parts: Of the step: names, separated by commas, or ``"all"``.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
@@ -62,6 +65,7 @@ class Choice:
     variants: str = "all"
     models: str = DEFAULT_MODELS
     layers: int | None = None
+    parts: str = "all"
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
@@ -81,6 +85,23 @@ class Choice:
             message = f"only: {unknown} are unknown; choose from {list(KNOWN)} or 'all'"
             raise ValueError(message)
         return tuple(name for name in KNOWN if name in wanted)
+
+    @property
+    def step_parts(self) -> tuple[str, ...]:
+        """Parts of the step, in the order in which they are measured.
+
+        Raises:
+            ValueError: a name is unknown, or launches are wanted without the rows that tell them.
+        """
+        wanted = list(PARTS) if self.parts == "all" else [n.strip() for n in self.parts.split(",")]
+        unknown = [name for name in wanted if name not in PARTS]
+        if unknown:
+            message = f"parts: {unknown} are unknown; choose from {list(PARTS)} or 'all'"
+            raise ValueError(message)
+        if LAUNCHES in wanted and STEP not in wanted:
+            message = f"parts: '{LAUNCHES}' are told by the rows of '{STEP}'; name it as well"
+            raise ValueError(message)
+        return tuple(name for name in PARTS if name in wanted)
 
     def resume_from(self, name: str) -> ResumeFrom | None:
         """The earlier run of this file."""
@@ -153,6 +174,7 @@ def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
             transport=choice.transport,
             mapping=choice.mapping,
             signal=choice.signal,
+            parts=choice.step_parts,
         )
         for case in select_cases(choice.models, choice.layers)
     ]
@@ -231,7 +253,10 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         if op in choice.sections
     ]
     if STEP in choice.sections:
-        jobs += [StepJob(case, effort, choice.variants, CPU_STEPS) for case in TINY_CASES]
+        jobs += [
+            StepJob(case, effort, choice.variants, CPU_STEPS, parts=choice.step_parts)
+            for case in TINY_CASES
+        ]
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))

@@ -52,6 +52,13 @@ def run_benchmark(
     layers: Annotated[
         int, typer.Option(min=0, help="Layers of the step's models; 0 for all of them.")
     ] = 0,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Parts of the step, separated by commas: step, generation, graphs (ten shapes "
+            "held together), launches; or 'all'."
+        ),
+    ] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     batch_ms: Annotated[
         float, typer.Option(min=0.1, help="Time for each variant in a round, in ms.")
@@ -77,7 +84,8 @@ def run_benchmark(
         typer.Option(min=10, help="Wall time for everything, in seconds; shared out."),
     ] = 540.0,
     resume: Annotated[
-        bool, typer.Option(help="Keep what an earlier run, cut off, has finished.")
+        bool,
+        typer.Option(help="Do not measure again what an earlier run of this commit has finished."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -93,7 +101,7 @@ def run_benchmark(
     commit = commit or read_commit()
     folder = out or RESULTS
     earlier = folder if resume else None
-    chosen = (shapes, only, variants, models, layers or None)
+    chosen = (shapes, only, variants, models, layers or None, parts)
     choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
     try:
@@ -119,6 +127,8 @@ def run_benchmark(
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     for path in finished.written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    for note in finished.notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
     rows = [row for outcome in finished.outcomes for row in outcome.rows]
     wrong = [row for row in rows if row.exact is False]
     if wrong:
