@@ -11,6 +11,8 @@ from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import VARIANTS_OF, BlockJob
 from ulysses_ops.tools.block_variants import select_variants
 from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.overhead_job import FILES as OVERHEADS
+from ulysses_ops.tools.overhead_job import LAUNCH, OverheadJob
 from ulysses_ops.tools.parity import ParityJob
 from ulysses_ops.tools.projection_variants import QKV
 from ulysses_ops.tools.replays import ReplayJob
@@ -35,8 +37,8 @@ CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
 UNEVEN = "uneven"
 OF_OPERATORS = tuple(name for name in SECTIONS if name != UNEVEN)  # share a file
-KNOWN = (*SECTIONS, BLOCK, QKV, STEP)
-NAMED = (UNEVEN, QKV, STEP)  # run when they are named, not as part of "all"
+KNOWN = (*SECTIONS, BLOCK, QKV, STEP, *OVERHEADS)
+NAMED = (UNEVEN, QKV, STEP, *OVERHEADS)  # run when they are named, not as part of "all"
 EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
 LAUNCHES = "launches"  # a part of the step
@@ -146,8 +148,11 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     """One launch for operators and attention steps, one for each other section or whole model.
 
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown, or one rank is to do what takes several.
     """
+    if launch.world_size == 1 and choice.sections != (LAUNCH,):
+        message = f"world_size=1 is enough for --only {LAUNCH} alone; give 2 or more"
+        raise ValueError(message)
     insisted = (choice.transport, choice.mapping, choice.signal)
     plans = []
     for file, names in ((STEP_FILE, OF_OPERATORS), (UNEVEN, (UNEVEN,))):
@@ -160,7 +165,20 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     plans += [Plan(launch, [_block_job(choice, effort, op)], op) for op in stages]
     if STEP in choice.sections:
         plans += [Plan(launch, [job], _step_file(job)) for job in _step_jobs(choice, effort)]
+    for name, file in OVERHEADS.items():
+        if name in choice.sections:
+            plans.append(Plan(launch, [_overhead_job(choice, effort, name)], file))
     return plans
+
+
+def _overhead_job(choice: Choice, effort: Effort, section: str) -> OverheadJob:
+    return OverheadJob(
+        section,
+        replace(effort, batch_ms=effort.batch_ms / 2),  # a form has four variants in each mode
+        choice.transport,
+        choice.mapping,
+        choice.resume_from(OVERHEADS[section]),
+    )
 
 
 def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
@@ -257,6 +275,7 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
             StepJob(case, effort, choice.variants, CPU_STEPS, parts=choice.step_parts)
             for case in TINY_CASES
         ]
+    jobs += [_overhead_job(choice, effort, n) for n in OVERHEADS if n in choice.sections]
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))

@@ -40,7 +40,8 @@ def run_benchmark(
         typer.Option(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
             "block; or 'all' of these. And, not part of 'all', uneven: splits that are not alike; "
-            "qkv: the stage of the block before attention; step: whole models of diffusers."
+            "qkv: the stage of the block before attention; step: whole models of diffusers; "
+            "launch: of graphs, by their nodes (one rank will do); forms: of handshakes."
         ),
     ] = "all",
     variants: Annotated[
@@ -104,9 +105,10 @@ def run_benchmark(
     chosen = (shapes, only, variants, models, layers or None, parts)
     choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
+    is_alone = world_size == 1 and num_devices > 0
     try:
         plans: list[Plan]
-        if num_devices < 2 and not (oversubscribe and num_devices):
+        if num_devices < 2 and not (oversubscribe and num_devices) and not is_alone:
             plans = [plan_functional(ranks, replays, time_limit, choice)]
         elif replays or oversubscribe:
             launch = launch_on_gpus(ranks, num_devices, oversubscribe, time_limit)
