@@ -55,6 +55,8 @@ class Choice:
         models: Of the step: names, separated by commas.
         layers: Of the step's models, of the first kind; all of them when ``None``.
         parts: Of the step: names, separated by commas, or ``"all"``.
+        size: Of the step that is timed, ``"<width>x<height>[x<frames>]"``; the model's when empty.
+        trial: Whether variants of the block are tried in processes of their own first.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
@@ -68,6 +70,8 @@ class Choice:
     models: str = DEFAULT_MODELS
     layers: int | None = None
     parts: str = "all"
+    size: str = ""
+    trial: bool = True
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
@@ -194,7 +198,7 @@ def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
             signal=choice.signal,
             parts=choice.step_parts,
         )
-        for case in select_cases(choice.models, choice.layers)
+        for case in select_cases(choice.models, choice.layers, choice.size)
     ]
     return [replace(job, resume=choice.resume_from(_step_file(job))) for job in jobs]
 
@@ -215,6 +219,7 @@ def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
         signal=choice.signal,
         resume=choice.resume_from(op),
         op=op,
+        trial=choice.trial,
     )
 
 

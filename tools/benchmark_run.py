@@ -120,7 +120,7 @@ def _try_blocks(plan: Plan, limit_s: float, say: Say) -> dict[str, Tried]:
     (job,) = jobs
     known = unavailable(plan.launch.device(0))
     tried = {name: Tried(name, {name: reason}) for name, reason in known.items()}
-    if plan.launch.device_type == "cpu":
+    if plan.launch.device_type == "cpu" or not job.trial:
         return tried
     names = tuple(v.name for v in select_variants(job.variants) if v.name not in known)
     # At one shape, whichever are timed: launches and timelines of pieces can be compared.

@@ -62,7 +62,7 @@ def all_kinds(
         "batch of 1 memory operation": partial(_batches, context.device, 1),
         "batch of 5 memory operations": partial(_batches, context.device, 5),
     }
-    with_peers = _with_peers(comm) if comm is not None else {}
+    with_peers = kinds_with_peers(comm) if comm is not None else {}
     not_run: dict[str, str] = {}
     if context.device.type != "cuda":
         not_run = dict.fromkeys((*on_gpu, *MAPPED), NO_GPU)
@@ -78,7 +78,8 @@ def all_kinds(
     return kinds, not_run
 
 
-def _with_peers(comm: UlyssesCommunicator) -> dict[str, Callable[[], Callable[[int], None]]]:
+def kinds_with_peers(comm: UlyssesCommunicator) -> dict[str, Callable[[], Callable[[int], None]]]:
+    """What makes each kind that has to do with peers."""
     return {
         FLAT_TO_PEER: partial(_peer_copies, comm, is_flat=True),
         ROWS_TO_PEER: partial(_peer_copies, comm, is_flat=False),

@@ -60,6 +60,14 @@ def run_benchmark(
             "held together), launches; or 'all'."
         ),
     ] = "all",
+    size: Annotated[
+        str,
+        typer.Option(help="Of the step that is timed: 1024x1024, 832x480x81; or the model's."),
+    ] = "",
+    trial: Annotated[
+        bool,
+        typer.Option(help="Try the block's variants, in processes of their own, and profile them."),
+    ] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     batch_ms: Annotated[
         float, typer.Option(min=0.1, help="Time for each variant in a round, in ms.")
@@ -102,7 +110,7 @@ def run_benchmark(
     commit = commit or read_commit()
     folder = out or RESULTS
     earlier = folder if resume else None
-    chosen = (shapes, only, variants, models, layers or None, parts)
+    chosen = (shapes, only, variants, models, layers or None, parts, size, trial)
     choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
     is_alone = world_size == 1 and num_devices > 0

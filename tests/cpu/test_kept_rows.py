@@ -80,7 +80,7 @@ def test_a_section_that_has_rows_is_not_said_to_lack_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("change", [{"driver": "590.1"}, {"torch": "2.14.0"}])
-def test_rows_of_other_versions_are_not_mixed_in(change: dict[str, str], tmp_path: Path) -> None:
+def test_rows_of_other_versions_are_not_mixed_in(change: dict[str, Any], tmp_path: Path) -> None:
     keep_rows(tmp_path, "block", replace(MACHINE, **change), "aaa", FIRST)
     later = _outcome(_block("H3", "ours", 1.0), finished=("block/h3",))
     path, why_anew = keep_rows(tmp_path, "block", MACHINE, "bbb", later)

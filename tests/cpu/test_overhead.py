@@ -13,7 +13,7 @@ import torch
 from recorded import a_row
 
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.tools import cuda_driver, handshake_forms, launch_kinds
+from ulysses_ops.tools import benchmark_run, cuda_driver, handshake_forms, launch_kinds
 from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.benchmark_plan import Choice, plan_benchmark
 from ulysses_ops.tools.cuda_driver import await_equal, batch, captured_nodes, write
@@ -21,11 +21,14 @@ from ulysses_ops.tools.device_code import compile_cubin
 from ulysses_ops.tools.graph_launch import fit_line, rows_of
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
 from ulysses_ops.tools.markdown import Record
+from ulysses_ops.tools.models import Resolution
 from ulysses_ops.tools.overhead_job import OverheadJob
 from ulysses_ops.tools.overhead_table import forms_table, launch_table
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row, rows_to_json
+from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.spin_kernel import SOURCE
+from ulysses_ops.tools.step_cases import select_cases
 from ulysses_ops.tools.timing import Effort, Summary
 
 LAUNCH = Launch(2, "cpu", 0, 90.0, 60.0)
@@ -116,9 +119,7 @@ def test_a_batch_answers_its_own_wait(
 
 
 def test_an_error_of_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        cuda_driver.ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamBatchMemOp_v2=_refuse)
-    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamBatchMemOp_v2=_refuse))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     with pytest.raises(UlyssesError, match="cuStreamBatchMemOp_v2 gave 801"):
         batch([write(8, 1)])()
@@ -205,7 +206,7 @@ def _fails_on_one(context: RankContext, argument: None) -> tuple[list[Row], dict
 
     not_run: dict[str, str] = {}
     forms = {"broken": broken, "unanswered": unanswered}
-    gemms = handshake_forms.Shape("gemms", "GEMMs", 64, 4, 16)
+    gemms = Shape("gemms", "GEMMs", 64, 4, 16)
     rows = handshake_forms.form_rows(context, forms, Effort(1, 0.5), not_run, gemms=gemms)
     return rows, not_run
 
@@ -247,6 +248,38 @@ def test_parts_of_a_step_are_chosen() -> None:
     for parts, complaint in (("speed", "are unknown"), ("launches", "name it as well")):
         with pytest.raises(ValueError, match=complaint):
             plan_benchmark(LAUNCH, Choice(only="step", parts=parts), Effort())
+
+
+def test_a_step_of_another_size_is_timed_and_the_rest_stays() -> None:
+    (usual,) = select_cases("wan-14b")
+    (short,) = select_cases("wan-14b", None, "256x128x17")
+    assert short.resolution == Resolution(128, 256, 17)
+    assert short.resolutions == usual.resolutions
+    assert short.loop_resolution == usual.loop_resolution
+    assert "256x128, 17 frames" in short.shape(short.resolution).title
+    for size in ("256", "250x256", "256x256x16", "0x16", "axb", "16x16x1x1"):
+        with pytest.raises(ValueError, match="size: "):
+            select_cases("wan-14b", None, size)
+    with pytest.raises(ValueError, match="makes images"):
+        select_cases("flux", None, "256x256x5")
+
+
+def test_trials_are_left_out_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def try_variants(*arguments: Any) -> dict[str, Any]:
+        tried.append("tried")
+        return {}
+
+    monkeypatch.setattr(benchmark_run, "try_variants", try_variants)
+    monkeypatch.setattr(benchmark_run, "unavailable", lambda device: {"zero-CTA": "no NCCL"})
+    found: dict[bool, dict[str, Any]] = {}
+    for trial in (False, True):
+        choice = Choice(only="block", shapes="wan-720p", trial=trial)
+        (plan,) = plan_benchmark(Launch(2, "cuda", 2), choice, Effort())
+        found[trial] = benchmark_run._try_blocks(plan, 5.0, lambda text: None)
+    assert tried == ["tried"]
+    assert found[False]["zero-CTA"].not_run == {"zero-CTA": "no NCCL"}  # what is known is told
 
 
 # ---- tables --------------------------------------------------------------------------------------
