@@ -34,19 +34,28 @@ class _MemOp(ctypes.Structure):
     )
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call the driver.
+def driver_function(name: str) -> Callable[..., None]:
+    """A function of the driver that raises ``UlyssesError`` where it gives an error.
 
     Raises:
         OSError: there is no driver.
-        UlyssesError: it gave an error.
+        AttributeError: it has no such function.
     """
     function = getattr(ctypes.CDLL(LIBRARY), name)
     function.restype = c_int
-    status = function(*arguments)
-    if status != 0:
-        message = f"{name} gave {status}"
-        raise UlyssesError(message)
+
+    def call_checked(*arguments: Any) -> None:
+        status = function(*arguments)
+        if status != 0:
+            message = f"{name} gave {status}"
+            raise UlyssesError(message)
+
+    return call_checked
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call the driver once; raises what :func:`driver_function` and the call raise."""
+    driver_function(name)(*arguments)
 
 
 def write(address: int, value: int) -> _MemOp:
@@ -92,3 +101,16 @@ def captured_nodes() -> dict[str, int]:
         call("cuGraphNodeGetType", c_void_p(node), byref(kind))
         found[NODE_KINDS.get(kind.value, f"type {kind.value}")] += 1
     return dict(found)
+
+
+def nodes_if_captured() -> dict[str, int]:
+    """:func:`captured_nodes`; nothing outside a capture, or where the driver does not tell.
+
+    For steps whose times are wanted whether or not their nodes can be counted.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return {}
+    try:
+        return captured_nodes()
+    except (OSError, AttributeError, UlyssesError):
+        return {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ulysses_ops.errors import UlyssesError
-from ulysses_ops.tools.cuda_driver import call
+from ulysses_ops.tools.cuda_driver import call, driver_function
 
 
 def compile_cubin(source: str, arch: str) -> bytes:
@@ -88,6 +88,7 @@ class DeviceKernel:
         module, self._function = c_void_p(), c_void_p()
         call("cuModuleLoadData", byref(module), code)
         call("cuModuleGetFunction", byref(self._function), module, name.encode())
+        self._launch = driver_function("cuLaunchKernel")
 
     def launch(self, threads: int, arguments: Sequence[Any]) -> None:
         """Enqueue one block on the current stream; can be captured.
@@ -100,4 +101,4 @@ class DeviceKernel:
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         one, none = c_uint(1), c_uint(0)
         shape = (one, one, one, c_uint(threads), one, one, none)
-        call("cuLaunchKernel", self._function, *shape, stream, given, None)
+        self._launch(self._function, *shape, stream, given, None)

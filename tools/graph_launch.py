@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any
 
 from ulysses_ops.communicator import UlyssesCommunicator
-from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs import capture_step
 from ulysses_ops.tools.attempts import attempt
 from ulysses_ops.tools.baselines import PlainGraph
-from ulysses_ops.tools.cuda_driver import captured_nodes
+from ulysses_ops.tools.cuda_driver import nodes_if_captured
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.launch_kinds import Kind, all_kinds
 from ulysses_ops.tools.results import Row
@@ -96,10 +95,7 @@ def _captured(
 
     def issue_and_count() -> None:
         issue()
-        try:
-            nodes.update(captured_nodes())
-        except (OSError, UlyssesError, AttributeError):
-            nodes.clear()  # also in a warm-up, where there is nothing to count
+        nodes.update(nodes_if_captured())
 
     if kind.uses_peers:
         assert comm is not None

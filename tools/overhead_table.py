@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from ulysses_ops.tools import graph_launch, handshake_forms
+from ulysses_ops.tools import graph_launch, handshake_forms, step_rows
 from ulysses_ops.tools.markdown import Record, detail, markdown, number
 from ulysses_ops.tools.results import Row
 
 
 def launch_table(record: Record) -> str:
-    """One kind of node a line: host time by number of units, of one unit and of one node."""
+    """One kind of node a line: host time by number of units, of one unit and of one node.
+
+    Of whole steps: one graph a line, its nodes and its host time.
+    """
     by_kind: dict[str, list[Row]] = {}
     for row in record.rows:
         if row.op == graph_launch.OP:
@@ -36,7 +39,19 @@ def launch_table(record: Record) -> str:
         "us a node",
         "us besides",
     )
-    return markdown(head, lines) if lines else ""
+    tables = [markdown(head, lines)] if lines else []
+    steps = [
+        (
+            f"{row.model}, {detail(row, 'variant')}, in a graph",
+            ", ".join(f"{count:,} {name}" for name, count in nodes.items()),
+            number(row.host_us, 0),
+            number(row.host_us / sum(nodes.values()), 2),
+        )
+        for row in record.rows
+        if row.op == step_rows.OP and (nodes := detail(row, "nodes")) and row.host_us is not None
+    ]
+    head_of_steps = ("step", "nodes", "host us of a launch", "us a node")
+    return "\n".join(tables + ([markdown(head_of_steps, steps)] if steps else []))
 
 
 def forms_table(record: Record) -> str:

@@ -204,5 +204,6 @@ def _row(
             "guidance_branches": 1,
             **{key: value for key, value in host.items() if key != "host_us"},
             **({} if built.graph_bytes is None else {"graph_bytes": built.graph_bytes}),
+            **({"nodes": dict(built.nodes)} if built.nodes else {}),
         },
     )

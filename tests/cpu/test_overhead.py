@@ -16,7 +16,13 @@ from ulysses_ops.errors import UlyssesError
 from ulysses_ops.tools import benchmark_run, cuda_driver, handshake_forms, launch_kinds
 from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.benchmark_plan import Choice, plan_benchmark
-from ulysses_ops.tools.cuda_driver import await_equal, batch, captured_nodes, write
+from ulysses_ops.tools.cuda_driver import (
+    await_equal,
+    batch,
+    captured_nodes,
+    nodes_if_captured,
+    write,
+)
 from ulysses_ops.tools.device_code import compile_cubin
 from ulysses_ops.tools.graph_launch import fit_line, rows_of
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
@@ -100,6 +106,16 @@ def _use(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> None:
 def test_nodes_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, _Driver([0, 12, 1, 12, 7]))
     assert captured_nodes() == {"kernel": 1, "batch": 2, "copy": 1, "type 7": 1}
+
+
+def test_what_cannot_be_counted_does_not_end_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, _Driver([0, 0]))
+    for capturing, status, found in ((True, 0, {"kernel": 2}), (True, 1, {}), (False, 0, {})):
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda is_so=capturing: is_so
+        )
+        monkeypatch.setattr(cuda_driver, "call", _Driver([0, 0], status))
+        assert nodes_if_captured() == found
 
 
 def test_without_a_capture_there_is_nothing_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +319,15 @@ def test_launches_have_a_table() -> None:
     assert "| handshake | 2.0 batch | 16: 58, 64: 202 | 3.00 | 1.50 | 10 |" in table
     assert "| odd |  | 16: 26, 64: 74 | 1.00 |  | 10 |" in table
     assert launch_table(_record([a_row()])) == ""
+
+
+def test_the_nodes_of_a_whole_step_are_told() -> None:
+    nodes = {"kernel": 1200, "batch": 300}
+    details = {"variant": "ours", "nodes": nodes}
+    step = a_row(op="step", model="FLUX", host_us=3000.0, details=details)
+    table = launch_table(_record([step, a_row(op="step", host_us=1.0)]))
+    assert "| FLUX, ours, in a graph | 1,200 kernel, 300 batch | 3,000 | 2.00 |" in table
+    assert table.count("in a graph") == 1
 
 
 def test_forms_and_forks_have_a_table() -> None:
