@@ -16,6 +16,7 @@ from ulysses_ops.tools.exchange_rows import exchange_rows
 from ulysses_ops.tools.handshake_rows import handshake_rows, host_cost_rows
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.load_rows import load_rows
+from ulysses_ops.tools.overhead_job import OverheadJob, run_overhead_job
 from ulysses_ops.tools.parity import ParityJob, parity_rows
 from ulysses_ops.tools.replays import PARTING_S, ReplayJob, replay_rows
 from ulysses_ops.tools.report import NO_TIME, Outcome, Report, ResumeFrom, describe_transport
@@ -65,6 +66,8 @@ def run_rank(context: RankContext, jobs: list[Any]) -> Outcome:
                 run_block_job(context, job, report)
             elif isinstance(job, StepJob):
                 run_step_job(context, job, report)
+            elif isinstance(job, OverheadJob):
+                run_overhead_job(context, job, report)
             elif isinstance(job, ReplayJob):
                 report.add(f"replays {number}", replay_rows(context, job))
             elif isinstance(job, ParityJob):

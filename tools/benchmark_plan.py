@@ -11,6 +11,8 @@ from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import VARIANTS_OF, BlockJob
 from ulysses_ops.tools.block_variants import select_variants
 from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.overhead_job import FILES as OVERHEADS
+from ulysses_ops.tools.overhead_job import LAUNCH, OverheadJob
 from ulysses_ops.tools.parity import ParityJob
 from ulysses_ops.tools.projection_variants import QKV
 from ulysses_ops.tools.replays import ReplayJob
@@ -24,6 +26,7 @@ from ulysses_ops.tools.shapes import (
 )
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS, TINY_CASES, select_cases
 from ulysses_ops.tools.step_job import SECTION as STEP
+from ulysses_ops.tools.step_job import WEIGHTS as PARTS
 from ulysses_ops.tools.step_job import StepJob
 from ulysses_ops.tools.step_rows import STEPS
 from ulysses_ops.tools.step_variants import select_step_variants
@@ -34,10 +37,11 @@ CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
 UNEVEN = "uneven"
 OF_OPERATORS = tuple(name for name in SECTIONS if name != UNEVEN)  # share a file
-KNOWN = (*SECTIONS, BLOCK, QKV, STEP)
-NAMED = (UNEVEN, QKV, STEP)  # run when they are named, not as part of "all"
+KNOWN = (*SECTIONS, BLOCK, QKV, STEP, *OVERHEADS)
+NAMED = (UNEVEN, QKV, STEP, *OVERHEADS)  # run when they are named, not as part of "all"
 EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
+LAUNCHES = "launches"  # a part of the step
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Choice:
         variants: Of the block or the step: names, separated by commas, or ``"all"``.
         models: Of the step: names, separated by commas.
         layers: Of the step's models, of the first kind; all of them when ``None``.
+        parts: Of the step: names, separated by commas, or ``"all"``.
+        size: Of the step that is timed, ``"<width>x<height>[x<frames>]"``; the model's when empty.
+        trial: Whether variants of the block are tried in processes of their own first.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
@@ -62,6 +69,9 @@ class Choice:
     variants: str = "all"
     models: str = DEFAULT_MODELS
     layers: int | None = None
+    parts: str = "all"
+    size: str = ""
+    trial: bool = True
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
@@ -81,6 +91,23 @@ class Choice:
             message = f"only: {unknown} are unknown; choose from {list(KNOWN)} or 'all'"
             raise ValueError(message)
         return tuple(name for name in KNOWN if name in wanted)
+
+    @property
+    def step_parts(self) -> tuple[str, ...]:
+        """Parts of the step, in the order in which they are measured.
+
+        Raises:
+            ValueError: a name is unknown, or launches are wanted without the rows that tell them.
+        """
+        wanted = list(PARTS) if self.parts == "all" else [n.strip() for n in self.parts.split(",")]
+        unknown = [name for name in wanted if name not in PARTS]
+        if unknown:
+            message = f"parts: {unknown} are unknown; choose from {list(PARTS)} or 'all'"
+            raise ValueError(message)
+        if LAUNCHES in wanted and STEP not in wanted:
+            message = f"parts: '{LAUNCHES}' are told by the rows of '{STEP}'; name it as well"
+            raise ValueError(message)
+        return tuple(name for name in PARTS if name in wanted)
 
     def resume_from(self, name: str) -> ResumeFrom | None:
         """The earlier run of this file."""
@@ -125,8 +152,11 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     """One launch for operators and attention steps, one for each other section or whole model.
 
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown, or one rank is to do what takes several.
     """
+    if launch.world_size == 1 and choice.sections != (LAUNCH,):
+        message = f"world_size=1 is enough for --only {LAUNCH} alone; give 2 or more"
+        raise ValueError(message)
     insisted = (choice.transport, choice.mapping, choice.signal)
     plans = []
     for file, names in ((STEP_FILE, OF_OPERATORS), (UNEVEN, (UNEVEN,))):
@@ -139,7 +169,20 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     plans += [Plan(launch, [_block_job(choice, effort, op)], op) for op in stages]
     if STEP in choice.sections:
         plans += [Plan(launch, [job], _step_file(job)) for job in _step_jobs(choice, effort)]
+    for name, file in OVERHEADS.items():
+        if name in choice.sections:
+            plans.append(Plan(launch, [_overhead_job(choice, effort, name)], file))
     return plans
+
+
+def _overhead_job(choice: Choice, effort: Effort, section: str) -> OverheadJob:
+    return OverheadJob(
+        section,
+        replace(effort, batch_ms=effort.batch_ms / 2),  # a form has four variants in each mode
+        choice.transport,
+        choice.mapping,
+        choice.resume_from(OVERHEADS[section]),
+    )
 
 
 def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
@@ -153,8 +196,9 @@ def _step_jobs(choice: Choice, effort: Effort) -> list[StepJob]:
             transport=choice.transport,
             mapping=choice.mapping,
             signal=choice.signal,
+            parts=choice.step_parts,
         )
-        for case in select_cases(choice.models, choice.layers)
+        for case in select_cases(choice.models, choice.layers, choice.size)
     ]
     return [replace(job, resume=choice.resume_from(_step_file(job))) for job in jobs]
 
@@ -175,6 +219,7 @@ def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
         signal=choice.signal,
         resume=choice.resume_from(op),
         op=op,
+        trial=choice.trial,
     )
 
 
@@ -231,7 +276,11 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         if op in choice.sections
     ]
     if STEP in choice.sections:
-        jobs += [StepJob(case, effort, choice.variants, CPU_STEPS) for case in TINY_CASES]
+        jobs += [
+            StepJob(case, effort, choice.variants, CPU_STEPS, parts=choice.step_parts)
+            for case in TINY_CASES
+        ]
+    jobs += [_overhead_job(choice, effort, n) for n in OVERHEADS if n in choice.sections]
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))

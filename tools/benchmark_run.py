@@ -17,9 +17,11 @@ from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import BlockJob
 from ulysses_ops.tools.block_trial import TrialJob, Tried, try_variants, unavailable
 from ulysses_ops.tools.block_variants import select_variants
+from ulysses_ops.tools.kept_rows import keep_rows
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import write_results
+from ulysses_ops.tools.shapes import BLOCKS
 from ulysses_ops.tools.timeline import Timeline
 
 TRIAL_PART = 0.4  # of the time of the blocks, at most
@@ -35,11 +37,11 @@ class Keeping:
     folder: Path | None
     commit: str | None
 
-    def keep(self, name: str, outcome: Outcome) -> Path | None:
-        """Write a file anew."""
+    def keep(self, name: str, outcome: Outcome) -> tuple[Path | None, str]:
+        """Write what was found beside what other runs have; and why these were not kept."""
         if self.folder is None:
-            return None
-        return write_results(self.folder, name, outcome.machine, self.commit, outcome.content())
+            return None, ""
+        return keep_rows(self.folder, name, outcome.machine, self.commit, outcome.content())
 
 
 @dataclass
@@ -50,11 +52,13 @@ class Finished:
         outcomes: One a launch, also of one that was cut off.
         written: Files.
         failures: Why launches were cut off.
+        notes: What else is to be told.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def run_plans(console: Console, plans: list[Plan], keeping: Keeping, limit_s: float) -> Finished:
@@ -87,7 +91,9 @@ def _run_plan(plan: Plan, limit_s: float, keeping: Keeping, finished: Finished, 
     parts: list[Outcome] = []
 
     def keep(part: Outcome) -> None:
-        path = keeping.keep(plan.name, part)
+        path, why_anew = keeping.keep(plan.name, part)
+        if why_anew:
+            finished.notes.append(f"{plan.name}: earlier rows are not kept: {why_anew}")
         parts[:] = [part]  # each part holds those before it
         if path is not None and path not in finished.written:
             finished.written.append(path)
@@ -114,10 +120,11 @@ def _try_blocks(plan: Plan, limit_s: float, say: Say) -> dict[str, Tried]:
     (job,) = jobs
     known = unavailable(plan.launch.device(0))
     tried = {name: Tried(name, {name: reason}) for name, reason in known.items()}
-    if plan.launch.device_type == "cpu":
+    if plan.launch.device_type == "cpu" or not job.trial:
         return tried
     names = tuple(v.name for v in select_variants(job.variants) if v.name not in known)
-    trial = TrialJob(job.shapes[0], names, job.transport, job.mapping, job.signal)
+    # At one shape, whichever are timed: launches and timelines of pieces can be compared.
+    trial = TrialJob(BLOCKS[0], names, job.transport, job.mapping, job.signal)
     return tried | try_variants(trial, _trial_launch(plan.launch, limit_s), say)
 
 

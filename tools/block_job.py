@@ -43,6 +43,7 @@ class BlockJob:
         signal: Signal to insist on.
         resume: An earlier run to go on with.
         op: The whole block, or its stage ``"qkv"`` before attention.
+        trial: Whether variants are tried in processes of their own first.
     """
 
     shapes: tuple[Shape, ...]
@@ -55,6 +56,7 @@ class BlockJob:
     signal: str | None = None
     resume: ResumeFrom | None = None
     op: str = SECTION
+    trial: bool = True
 
 
 def run_block_job(context: RankContext, job: BlockJob, report: Report) -> None:

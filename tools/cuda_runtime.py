@@ -38,6 +38,13 @@ def memcpy_async() -> Callable[..., int]:
     return _function("cudaMemcpyAsync", pointer, pointer, size, ctypes.c_int, pointer)
 
 
+def memcpy_2d_async() -> Callable[..., int]:
+    """``cudaMemcpy2DAsync(target, pitch, source, pitch, row bytes, rows, kind, stream)``."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.c_int
+    return _function("cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, kind, pointer)
+
+
 class RowCopy:
     """``cudaMemcpy2DAsync`` of rows of bytes, the call that carries an exchange."""
 
@@ -47,10 +54,7 @@ class RowCopy:
         Raises:
             OSError: there is no CUDA runtime.
         """
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._copy = _function(
-            "cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, ctypes.c_int, pointer
-        )
+        self._copy = memcpy_2d_async()
 
     def __call__(self, target: Tensor, source: Tensor) -> None:
         """Enqueue a copy on the current stream of the source's device.

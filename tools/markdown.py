@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_ops.tools.kept_rows import describe_commits
 from ulysses_ops.tools.results import Row, rows_from_json
 
 
@@ -33,8 +34,7 @@ class Record:
             for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl"))
             if content.get(key)
         ]
-        commit = (content.get("commit") or "unknown")[:12]
-        told = [place, *versions, f"torch {content['torch']}", f"commit {commit}"]
+        told = [place, *versions, f"torch {content['torch']}", describe_commits(content)]
         return f"{', '.join(told)}, {content['date'][:10]} (`{self.folder}/{self.name}.json`):\n\n"
 
 

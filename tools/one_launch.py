@@ -9,8 +9,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from ulysses_ops.tools.kept_rows import keep_rows
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
-from ulysses_ops.tools.results import Machine, Row, rows_to_json, write_results
+from ulysses_ops.tools.results import Machine, Row, rows_to_json
 from ulysses_ops.tools.tables import print_rows
 
 FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
@@ -53,7 +54,9 @@ def run_and_report(
         print_rows(console, machine, transport, rows)
         if out is not None:
             content = {"transport": transport, "rows": rows_to_json(rows)}
-            path = write_results(out, name, machine, commit, content)
+            path, why_anew = keep_rows(out, name, machine, commit, content)
+            if why_anew:
+                console.print(f"earlier rows are not kept: {why_anew}", style="yellow")
             console.print(f"written: {path}", soft_wrap=True, highlight=False)
     if failure:
         console.print(failure, style="red", markup=False, highlight=False)

@@ -16,6 +16,7 @@ import typer
 
 from ulysses_ops.tools.block_table import TITLES
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, VARIANTS
+from ulysses_ops.tools.kept_rows import describe_commits
 from ulysses_ops.tools.results import Row, rows_from_json
 from ulysses_ops.tools.step_rows import OP as STEP
 from ulysses_ops.tools.step_table import STEP_TITLES
@@ -88,8 +89,8 @@ def _draw_bars_of(content: Mapping[str, Any], op: str, what: str, out: Path) -> 
 
 def _caption(content: Mapping[str, Any], more: str) -> str:
     where = "CPU" if content["gpu"] == "cpu" else f"{content['gpu_count']}x {content['gpu']}"
-    commit = (content.get("commit") or "unknown")[:12]
-    return f"{where}, torch {content['torch']}, NCCL {content['nccl']}, commit {commit}, {more}"
+    commit = describe_commits(content)
+    return f"{where}, torch {content['torch']}, NCCL {content['nccl']}, {commit}, {more}"
 
 
 def draw_times(rows: ByModel, what: str, caption: str, path: Path) -> None:

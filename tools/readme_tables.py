@@ -18,6 +18,7 @@ import typer
 from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.fault_table import faults_table, models_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
+from ulysses_ops.tools.overhead_table import forms_table, launch_table
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
 
@@ -169,6 +170,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "uneven": uneven_table,
     "faults": faults_table,
     "models": models_table,
+    "launch": launch_table,
+    "forms": forms_table,
 }
 ON_CPU_TOO = ("faults", "models")  # what CPU ranks show as well as GPUs
 

@@ -40,7 +40,8 @@ def run_benchmark(
         typer.Option(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
             "block; or 'all' of these. And, not part of 'all', uneven: splits that are not alike; "
-            "qkv: the stage of the block before attention; step: whole models of diffusers."
+            "qkv: the stage of the block before attention; step: whole models of diffusers; "
+            "launch: of graphs, by their nodes (one rank will do); forms: of handshakes."
         ),
     ] = "all",
     variants: Annotated[
@@ -52,6 +53,21 @@ def run_benchmark(
     layers: Annotated[
         int, typer.Option(min=0, help="Layers of the step's models; 0 for all of them.")
     ] = 0,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Parts of the step, separated by commas: step, generation, graphs (ten shapes "
+            "held together), launches; or 'all'."
+        ),
+    ] = "all",
+    size: Annotated[
+        str,
+        typer.Option(help="Of the step that is timed: 1024x1024, 832x480x81; or the model's."),
+    ] = "",
+    trial: Annotated[
+        bool,
+        typer.Option(help="Try the block's variants, in processes of their own, and profile them."),
+    ] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     batch_ms: Annotated[
         float, typer.Option(min=0.1, help="Time for each variant in a round, in ms.")
@@ -77,7 +93,8 @@ def run_benchmark(
         typer.Option(min=10, help="Wall time for everything, in seconds; shared out."),
     ] = 540.0,
     resume: Annotated[
-        bool, typer.Option(help="Keep what an earlier run, cut off, has finished.")
+        bool,
+        typer.Option(help="Do not measure again what an earlier run of this commit has finished."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -93,12 +110,13 @@ def run_benchmark(
     commit = commit or read_commit()
     folder = out or RESULTS
     earlier = folder if resume else None
-    chosen = (shapes, only, variants, models, layers or None)
+    chosen = (shapes, only, variants, models, layers or None, parts, size, trial)
     choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
+    is_alone = world_size == 1 and num_devices > 0
     try:
         plans: list[Plan]
-        if num_devices < 2 and not (oversubscribe and num_devices):
+        if num_devices < 2 and not (oversubscribe and num_devices) and not is_alone:
             plans = [plan_functional(ranks, replays, time_limit, choice)]
         elif replays or oversubscribe:
             launch = launch_on_gpus(ranks, num_devices, oversubscribe, time_limit)
@@ -119,6 +137,8 @@ def run_benchmark(
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     for path in finished.written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    for note in finished.notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
     rows = [row for outcome in finished.outcomes for row in outcome.rows]
     wrong = [row for row in rows if row.exact is False]
     if wrong:

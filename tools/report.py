@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.tools.kept_rows import difference, finished_of
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.results import Machine, Row, rows_from_json, rows_to_json
 
 NO_TIME = "the time limit left none for it"
-SAME = ("gpu", "gpu_count", "driver", "torch", "cuda", "nccl")  # what rows of one file share
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Report:
         """Take over what an earlier run has finished. Collective.
 
         Raises:
-            ValueError: it ran elsewhere, with other versions, or from another commit.
+            ValueError: it ran elsewhere, or with other versions.
         """
         path = source.folder / self._machine.folder / f"{source.name}.json"
         earlier = self._context.gather(_read(path))[0]  # one rank's view of the file, on all
@@ -131,20 +131,18 @@ def _read(path: Path) -> dict[str, Any] | None:
 def earlier_outcome(
     content: Mapping[str, Any], machine: Machine, commit: str | None, what: str
 ) -> Outcome:
-    """What an earlier run, now cut off, had finished; reasons are found anew.
+    """What an earlier run of this commit, now cut off, had finished; reasons are found anew.
+
+    What other commits have measured stays in the file, and is not taken for this one's.
 
     Raises:
-        ValueError: its rows may not stand beside those of this machine and commit.
+        ValueError: its rows may not stand beside those of this machine.
     """
-    here = {**asdict(machine), "commit": commit}
-    other = [
-        f"{name} {content.get(name)} there, {here[name]} here"
-        for name in (*SAME, "commit")
-        if content.get(name) != here[name]
-    ]
+    other = difference(content, machine)
     if other:
-        message = f"resume: {what} is of another run: {'; '.join(other)}; start anew"
+        message = f"resume: {what} is of another run: {other}; start anew"
         raise ValueError(message)
-    rows = rows_from_json(content["rows"])
-    finished = tuple(content.get("finished", ()))
-    return Outcome(machine, rows, str(content["transport"]), finished)
+    header = content.get("commit")
+    rows = [row for row in content["rows"] if (row.get("commit") or header) == commit]
+    finished = [key for key, of in finished_of(content, header).items() if of == commit]
+    return Outcome(machine, rows_from_json(rows), str(content["transport"]), tuple(finished))

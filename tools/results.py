@@ -73,6 +73,7 @@ class Row:
         launches: Launches of kernels, copies and graphs that the host makes for one call.
         peak_bytes: GPU memory beside input and weights: windows, buffers, and the peak of a call.
         details: What only this operation has.
+        commit: Commit that was run; that of the file where it is left out.
     """
 
     op: str
@@ -103,6 +104,7 @@ class Row:
     launches: int | None = None
     peak_bytes: int | None = None
     details: dict[str, Any] | None = None
+    commit: str | None = None
 
     @classmethod
     def of_times(

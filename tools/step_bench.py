@@ -19,6 +19,7 @@ from ulysses_ops.graphs import capture_step
 from ulysses_ops.graphs.signature import same_bits, tensors_of
 from ulysses_ops.tools.attempts import attempt, attempt_all
 from ulysses_ops.tools.baselines import PlainGraph
+from ulysses_ops.tools.cuda_driver import nodes_if_captured
 from ulysses_ops.tools.denoising_step import DenoisingStep, StepArgs
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.peak_memory import peak_bytes, reset_peak
@@ -63,6 +64,7 @@ class BuiltStep:
         renew: Enqueues it with all arguments passed anew, as a loop does.
         peak_bytes: GPU memory beside arguments and weights; ``None`` on the CPU.
         graph_bytes: What the capture took from the device; ``None`` without one.
+        nodes: Nodes of its graph, by kind; nothing where the driver does not tell.
         exact: Whether its output is, bit for bit, that of NCCL called eagerly.
     """
 
@@ -73,6 +75,7 @@ class BuiltStep:
     renew: Callable[[], Tensor] | None = None
     peak_bytes: int | None = None
     graph_bytes: int | None = None
+    nodes: Mapping[str, int] = field(default_factory=dict)
     exact: bool | None = None
 
     @property
@@ -137,8 +140,15 @@ class StepBench:
         before = reset_peak(device)
         renew: Callable[[], Tensor] | None = None
         graph_bytes: int | None = None
+        nodes: dict[str, int] = {}
+
+        def step(*args: Any) -> Tensor:
+            output = self.step(*args)
+            nodes.update(nodes_if_captured())
+            return output
+
         if variant.is_ours:
-            graph = capture_step(forward.comm, self.step, self.args, warmup=1)
+            graph = capture_step(forward.comm, step, self.args, warmup=1)
             self.closing.callback(graph.close)
             run, renew, graph_bytes = (
                 graph.replay,
@@ -146,13 +156,13 @@ class StepBench:
                 graph.num_bytes,
             )
         else:
-            plain = PlainGraph(self.context, partial(self.step, *self.args), what, warm_up=1)
+            plain = PlainGraph(self.context, partial(step, *self.args), what, warm_up=1)
             self.closing.callback(plain.close)
             run = plain.run
         peak = peak_bytes(device, before, _window_bytes(variant, forward.comm))
         run()
         self.context.finish(f"{what}, first replay")
-        return BuiltStep(variant, "graph", run, None, renew, peak, graph_bytes)
+        return BuiltStep(variant, "graph", run, None, renew, peak, graph_bytes, nodes)
 
     def check(self, fresh: StepArgs) -> None:
         """Compare every output, for arguments that no graph was captured with. Collective.

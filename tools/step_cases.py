@@ -61,28 +61,57 @@ def described(resolution: Resolution) -> str:
     return size if resolution.frames == 1 else f"{size}, {resolution.frames} frames"
 
 
-def case_of(name: str, layers: int | None = None) -> StepCase:
-    """The case of a published model.
+def parse_size(text: str) -> Resolution:
+    """The resolution of ``"<width>x<height>"``, or of ``"<width>x<height>x<frames>"``.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: it is none that the models can take.
+    """
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
+    width, height, frames = (*numbers, 1, 1, 1)[:3]
+    is_whole = len(numbers) in (2, 3) and min(numbers) > 0
+    if not is_whole or width % 16 or height % 16 or frames % 4 != 1:
+        message = (
+            f"size: '{text}' must be width x height, both divisible by 16, and for a video x "
+            f"frames, 1 more than a multiple of 4; such as 1024x1024 or 832x480x81"
+        )
+        raise ValueError(message)
+    return Resolution(height, width, frames)
+
+
+def case_of(name: str, layers: int | None = None, size: str = "") -> StepCase:
+    """The case of a published model.
+
+    Args:
+        name: Of the model.
+        layers: Layers of the first kind; all of them when ``None``.
+        size: Of the step that is timed; that of the model when empty.
+
+    Raises:
+        ValueError: there is no such model, or no such size.
     """
     model = find_model(name)
     whole = find_resolution(model.resolution)
+    timed = parse_size(size) if size else whole
+    if timed.frames > 1 and not model.is_video:
+        message = (
+            f"size: '{size}' has {timed.frames} frames, and {name} makes images; leave them out"
+        )
+        raise ValueError(message)
     if model.is_video:
         ten = [replace(whole, frames=whole.frames - 4 * n) for n in range(NUM_SHAPES)]
-        return StepCase(model, layers, whole, SHORT_VIDEO, 2, tuple(ten))
+        return StepCase(model, layers, timed, SHORT_VIDEO, 2, tuple(ten))
     ten = [replace(whole, height=whole.height - 64 * n) for n in range(NUM_SHAPES)]
-    return StepCase(model, layers, whole, whole, 1, tuple(ten))
+    return StepCase(model, layers, timed, whole, 1, tuple(ten))
 
 
-def select_cases(names: str, layers: int | None = None) -> tuple[StepCase, ...]:
+def select_cases(names: str, layers: int | None = None, size: str = "") -> tuple[StepCase, ...]:
     """The cases of models named in a comma-separated list.
 
     Raises:
-        ValueError: a name is unknown, or none is given.
+        ValueError: a name is unknown, none is given, or there is no such size.
     """
-    return tuple(case_of(name.strip(), layers) for name in names.split(","))
+    return tuple(case_of(name.strip(), layers, size) for name in names.split(","))
 
 
 def _tiny(name: str, changes: Mapping[str, object], layers: Mapping[str, int]) -> StepCase:

@@ -48,6 +48,7 @@ class StepJob:
         mapping: Mapping to insist on.
         signal: Signal to insist on.
         resume: An earlier run to go on with.
+        parts: Some of ``WEIGHTS``.
     """
 
     case: StepCase
@@ -58,6 +59,7 @@ class StepJob:
     mapping: str | None = None
     signal: str | None = None
     resume: ResumeFrom | None = None
+    parts: tuple[str, ...] = tuple(WEIGHTS)
 
 
 def run_step_job(context: RankContext, job: StepJob, report: Report) -> None:
@@ -66,7 +68,9 @@ def run_step_job(context: RankContext, job: StepJob, report: Report) -> None:
         report.resume(job.resume)
     case = job.case
     weights = {
-        part: weight for part, weight in WEIGHTS.items() if not report.has(_section(part, case))
+        part: weight
+        for part, weight in WEIGHTS.items()
+        if part in job.parts and not report.has(_section(part, case))
     }
     if not weights:
         return

@@ -153,6 +153,7 @@ def _host(
         built.prepare()
     count = REPLAYS if built.variant.name == OURS and built.mode == "graph" else CALLS
     if times.median_us >= VERY_LONG_US:
+        count = len(times.round_us)
         by_rank = bench.context.gather(timed_us[-len(times.round_us) :])
     else:
         by_rank = bench.host_us(built.run, count, until)
@@ -203,5 +204,6 @@ def _row(
             "guidance_branches": 1,
             **{key: value for key, value in host.items() if key != "host_us"},
             **({} if built.graph_bytes is None else {"graph_bytes": built.graph_bytes}),
+            **({"nodes": dict(built.nodes)} if built.nodes else {}),
         },
     )
