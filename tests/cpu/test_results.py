@@ -231,7 +231,9 @@ def test_an_unknown_table_is_an_error() -> None:
         readme_tables.regenerate("<!-- table:speed -->\n<!-- /table -->", [])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/reliability.md", "docs/shapes.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/llm.md", "docs/reliability.md", "docs/shapes.md"]
+)
 def test_tables_of_the_docs_are_current(page: str) -> None:
     text = (ROOT / page).read_text()
     assert readme_tables.MARKED.search(text), f"{page} has no marked table"
