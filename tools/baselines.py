@@ -89,15 +89,14 @@ class NcclAllGather:
     def __init__(self, shape: Shape, context: RankContext, dtype: torch.dtype) -> None:
         """Allocate; padding and unpacking are part of every call."""
         batch, _, heads, dim = shape.dims
-        kind = {"dtype": dtype, "device": context.device}
         self._splits = even_splits(shape.seq, context.world_size)
         longest = max(self._splits)
         blocks = (context.world_size, batch, longest, heads, dim)
-        self._received = torch.empty(blocks, **kind)  # type: ignore[call-overload]
-        self._out = torch.empty(shape.dims, **kind)  # type: ignore[call-overload]
+        self._received = torch.empty(blocks, dtype=dtype, device=context.device)
+        self._out = torch.empty(shape.dims, dtype=dtype, device=context.device)
         self._padded: Tensor | None = None
         if self._splits[context.rank] < longest:
-            self._padded = torch.zeros(blocks[1:], **kind)  # type: ignore[call-overload]
+            self._padded = torch.zeros_like(self._received[0])
 
     def start(self, x: Tensor, *, later: bool = False) -> Any:
         """Pad, where another rank has more rows, and gather; with ``later``, to wait for."""
