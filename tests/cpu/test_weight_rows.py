@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import typer
 from recorded import MACHINE, a_row
+from typer.testing import CliRunner
 
-from ulysses_ops.tools import readme_tables
+from ulysses_ops.tools import readme_tables, weight_benchmark
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
 from ulysses_ops.tools.markdown import read_records
-from ulysses_ops.tools.results import Row, rows_to_json, write_results
-from ulysses_ops.tools.shapes import Shape
+from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN
+from ulysses_ops.tools.results import Row, rows_from_json, rows_to_json, write_results
+from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS, Shape
 from ulysses_ops.tools.timing import Effort
 from ulysses_ops.tools.weight_rows import (
     BASELINE,
@@ -102,3 +106,17 @@ def test_the_table_shows_memory_and_time(tmp_path: Path) -> None:
     rows[1] = weight_row(PREFETCHED, 101.5, saved_bytes=7_000_000)  # the device could not tell
     write_results(tmp_path, "weight_prefetch", MACHINE, "abc", {"rows": rows_to_json(rows)})
     assert "|  |  | 7 | yes |" in readme_tables.render("weights", read_records(tmp_path))
+
+
+def test_the_command_writes_its_rows(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(weight_benchmark.run_benchmark)
+    options = ["--cpu", "--out", str(tmp_path), "--commit", "abc", "--time-limit", "100"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert FUNCTIONAL_RUN in done.output
+    content = json.loads((tmp_path / "cpu" / "weight_prefetch.json").read_text())
+    assert content["commit"] == "abc"
+    rows = rows_from_json(content["rows"])
+    assert len(rows) == 4 * len(FUNCTIONAL_BLOCKS)
+    assert all(row.exact for row in rows)
