@@ -1,4 +1,4 @@
-"""What the operators are compared with: permute, NCCL all-to-all, unpack; and plain captures."""
+"""What the operators are compared with: NCCL with the packing it needs; and plain captures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_ops.plan import even_splits
 from ulysses_ops.tools.attempts import attempt_all
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.shapes import Shape
@@ -77,6 +78,57 @@ class NcclGather:
         """Exchange ``x``."""
         self.start(x)
         return self.result()
+
+
+class NcclAllGather:
+    """``(B, S_local, H, D) -> (B, S_global, H, D)``, into buffers allocated once.
+
+    Shards that are not alike are padded to the longest, which is all that NCCL's operator takes.
+    """
+
+    def __init__(self, shape: Shape, context: RankContext, dtype: torch.dtype) -> None:
+        """Allocate; padding and unpacking are part of every call."""
+        batch, _, heads, dim = shape.dims
+        self._splits = even_splits(shape.seq, context.world_size)
+        longest = max(self._splits)
+        blocks = (context.world_size, batch, longest, heads, dim)
+        self._received = torch.empty(blocks, dtype=dtype, device=context.device)
+        self._out = torch.empty(shape.dims, dtype=dtype, device=context.device)
+        self._padded: Tensor | None = None
+        if self._splits[context.rank] < longest:
+            self._padded = torch.zeros_like(self._received[0])
+
+    def start(self, x: Tensor, *, later: bool = False) -> Any:
+        """Pad, where another rank has more rows, and gather; with ``later``, to wait for."""
+        if self._padded is not None:
+            self._padded.narrow(1, 0, x.shape[1]).copy_(x)
+            x = self._padded
+        return all_gather_flat(self._received.flatten(0, 1), x, later=later)
+
+    def clear(self) -> None:
+        """Fill what was received with NaN bytes, so that it cannot pass for what is to come."""
+        self._received.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def result(self) -> Tensor:
+        """What was received; one batch of even shards needs no unpacking."""
+        if len(set(self._splits)) == 1:
+            return self._received.transpose(0, 1).reshape(self._out.shape)
+        parts = zip(self._received, self._splits, strict=True)
+        return torch.cat([part.narrow(1, 0, rows) for part, rows in parts], 1, out=self._out)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Gather ``x``."""
+        self.start(x)
+        return self.result()
+
+
+def all_gather_flat(
+    out: Tensor, x: Tensor, *, group: dist.ProcessGroup | None = None, later: bool = False
+) -> Any:
+    """The backend's all-gather: ``out`` is the ``x`` of all ranks, one after the other."""
+    # The first is the newer name of the second.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, group=group, async_op=later)
 
 
 class PackedScatter:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ulysses_ops.communicator import UlyssesCommunicator
+from ulysses_ops.tools.all_gather_rows import all_gather_rows
 from ulysses_ops.tools.attention_rows import attention_rows
 from ulysses_ops.tools.block_job import BlockJob, run_block_job
 from ulysses_ops.tools.budget import Budget
@@ -28,7 +29,7 @@ from ulysses_ops.tools.uneven_rows import uneven_rows
 
 HANDSHAKE = "handshake"
 # What is measured at every shape, and its part of the time.
-WEIGHTS = {"exchange": 1.0, "attention": 2.0, "load": 1.5, "uneven": 1.0}
+WEIGHTS = {"exchange": 1.0, "attention": 2.0, "load": 1.5, "uneven": 1.0, "all_gather": 1.0}
 SECTIONS = (HANDSHAKE, *WEIGHTS)
 
 
@@ -120,6 +121,7 @@ def _measure_shape(
         "attention": attention_rows,
         "load": load_rows,
         "uneven": uneven_rows,
+        "all_gather": all_gather_rows,
     }
     # A communicator a shape: closing it gives the windows of the last one back.
     with _communicator(context, job, shape.key) as comm:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ulysses_ops.tools.benchmark_job import SECTIONS, BenchmarkJob
+from ulysses_ops.tools.benchmark_job import HANDSHAKE, SECTIONS, BenchmarkJob
 from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import VARIANTS_OF, BlockJob
 from ulysses_ops.tools.block_variants import select_variants
@@ -21,6 +21,9 @@ from ulysses_ops.tools.shapes import (
     BLOCKS,
     FUNCTIONAL,
     FUNCTIONAL_BLOCKS,
+    FUNCTIONAL_GATHERED,
+    GATHERED,
+    PRODUCTION,
     SMALL_STEP,
     select_shapes,
 )
@@ -36,9 +39,11 @@ PRODUCTION_REPLAYS = 200
 CPU_REPLAYS = 20
 STEP_FILE = "attention_step"
 UNEVEN = "uneven"
-OF_OPERATORS = tuple(name for name in SECTIONS if name != UNEVEN)  # share a file
+ALL_GATHER = "all_gather"
+OF_OPERATORS = tuple(name for name in SECTIONS if name not in (UNEVEN, ALL_GATHER))  # share a file
 KNOWN = (*SECTIONS, BLOCK, QKV, STEP, *OVERHEADS)
-NAMED = (UNEVEN, QKV, STEP, *OVERHEADS)  # run when they are named, not as part of "all"
+# Run when they are named, not as part of "all".
+NAMED = (UNEVEN, ALL_GATHER, QKV, STEP, *OVERHEADS)
 EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
 LAUNCHES = "launches"  # a part of the step
@@ -159,10 +164,16 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
         raise ValueError(message)
     insisted = (choice.transport, choice.mapping, choice.signal)
     plans = []
-    for file, names in ((STEP_FILE, OF_OPERATORS), (UNEVEN, (UNEVEN,))):
+    files = (
+        (STEP_FILE, OF_OPERATORS, PRODUCTION),
+        (UNEVEN, (UNEVEN,), PRODUCTION),
+        (ALL_GATHER, (ALL_GATHER,), GATHERED),
+    )
+    for file, names, among in files:
         sections = tuple(name for name in choice.sections if name in names)
-        if sections:
-            shapes, earlier = select_shapes(choice.shapes), choice.resume_from(file)
+        shapes = select_shapes(choice.shapes, among)
+        if sections and (shapes or HANDSHAKE in sections):
+            earlier = choice.resume_from(file)
             job = BenchmarkJob(shapes, effort, sections, *insisted, earlier)
             plans.append(Plan(launch, [job], file))
     stages = [op for op in (BLOCK, QKV) if op in choice.sections]
@@ -172,6 +183,12 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     for name, file in OVERHEADS.items():
         if name in choice.sections:
             plans.append(Plan(launch, [_overhead_job(choice, effort, name)], file))
+    if not plans:
+        message = (
+            f"shapes: '{choice.shapes}' has none of what {list(choice.sections)} measures; leave "
+            f"--shapes out for all of them"
+        )
+        raise ValueError(message)
     return plans
 
 
@@ -265,7 +282,12 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     if choice.only == "all":
         jobs.append(ParityJob(FUNCTIONAL, ("float32", "uint8"), effort, choice.transport))
     # GEMMs to hide behind take a CPU long: one shape of them will do.
-    for shapes, names in ((fitting, set(sections) - {"load"}), (fitting[:1], {"load"})):
+    own = {"load", ALL_GATHER}
+    for shapes, names in (
+        (fitting, set(sections) - own),
+        (fitting[:1], {"load"}),
+        (FUNCTIONAL_GATHERED, {ALL_GATHER}),
+    ):
         wanted = tuple(name for name in sections if name in names)
         if wanted:
             jobs.append(BenchmarkJob(shapes, effort, wanted, choice.transport))

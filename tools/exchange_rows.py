@@ -38,13 +38,14 @@ def exchange_rows(
 ) -> list[Row]:
     """Check and time scatter and gather at one shape. Collective."""
     scatter, gather = scatter_of(context, comm, shape), gather_of(context, comm, shape)
-    rows = _rows_of(context, comm, scatter, effort.share(2))
-    return rows + _rows_of(context, comm, gather, effort)
+    rows = rows_of(context, comm, scatter, effort.share(2))
+    return rows + rows_of(context, comm, gather, effort)
 
 
-def _rows_of(
+def rows_of(
     context: RankContext, comm: UlyssesCommunicator, prepared: Exchanged, effort: Effort
 ) -> list[Row]:
+    """Check and time one operator: a row for each of ``VARIANTS`` that runs here. Collective."""
     what = f"{prepared.shape.title}, {prepared.op}"
     context.progress(f"{what}: check")
 
@@ -93,9 +94,9 @@ def _repeat(run: Callable[[], None]) -> None:
 
 
 def _flat_copy(context: RankContext, prepared: Exchanged) -> PeerCopy:
-    size = prepared.shape.bytes_per_peer(context.world_size, 2)
-    source = random_values((size // 2,), context, context.rank, 200)
-    return PeerCopy(prepared.window, context.rank, size, source)
+    rank, sent = context.rank, prepared.sent_bytes
+    source = random_values((sent[rank] // 2,), context, rank, 200)
+    return PeerCopy(prepared.window, rank, sent[rank], source, offset=sum(sent[:rank]))
 
 
 def _flat_arrives(context: RankContext, prepared: Exchanged, flat: PeerCopy) -> bool:
@@ -103,13 +104,14 @@ def _flat_arrives(context: RankContext, prepared: Exchanged, flat: PeerCopy) -> 
     poison(context, prepared.window)
     flat.run()
     context.line_up("flat copy")
-    peers = (peer for peer in range(context.world_size) if peer != context.rank)
+    sent = prepared.sent_bytes
     arrived = all(
         torch.equal(
-            received_slot(prepared.window, peer, flat.bytes_per_peer),
-            random_values((flat.bytes_per_peer // 2,), context, peer, 200).view(torch.uint8),
+            received_slot(prepared.window, sum(sent[:peer]), sent[peer]),
+            random_values((sent[peer] // 2,), context, peer, 200).view(torch.uint8),
         )
-        for peer in peers
+        for peer in range(context.world_size)
+        if peer != context.rank
     )
     return context.agree(arrived)
 
@@ -135,7 +137,7 @@ def _as_rows(
                 mode=mode,
                 times=times[key],
                 exact=exact[key],
-                bytes_per_peer=prepared.shape.bytes_per_peer(comm.world_size, 2),
+                bytes_per_peer=prepared.bytes_per_peer,
                 percent_of_flat=None if flat is None else 100 * paired_ratio(flat, times[key]),
                 details={"variant": variant},
                 **compared(times, key),

@@ -2,8 +2,9 @@
 
     python -m ulysses_ops.tools.length_mixes
 
-writes ``docs/results/cpu/length_mixes.json`` and the table of docs/llm.md. Everything is computed
-from the constants that come with the package; nothing is measured.
+writes ``docs/results/cpu/length_mixes.json``, of which ``readme_tables`` makes the table of
+docs/llm.md. Everything is computed from the constants that come with the package; nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 from ulysses_ops.constants import shipped_constants
 from ulysses_ops.sequence_plan import SequencePlan, data_parallel, plan_sequences
-from ulysses_ops.tools.markdown import markdown, number
-from ulysses_ops.tools.readme_tables import MARKED
 from ulysses_ops.tools.results import read_machine, write_results
 from ulysses_ops.workload import ModelShape, Workload
 
@@ -119,68 +118,23 @@ def _predict_one(mix: str, world_size: int, workload: Workload) -> MixRow:
     return MixRow(mix, world_size, per_rank * world_size, *columns, sp)
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """The rows of a results file as Markdown."""
-    rows = [MixRow(**entry) for entry in entries]
-    lines = [
-        (
-            row.mix,
-            str(row.world_size),
-            number(row.plain_us / 1e3, 1),
-            number(100 * row.plain_imbalance, 0, " %"),
-            number(100 * row.longest_first_imbalance, 0, " %"),
-            str(row.sp),
-            number(100 * row.planned_imbalance, 1, " %"),
-            number(row.planned_us / 1e3, 1),
-            number(row.plain_us / row.planned_us, 2),
-            number(row.longest_first_us / row.planned_us, 2),
-        )
-        for row in rows
-    ]
-    head = (
-        "lengths",
-        "ranks",
-        "in turn, ms",
-        "imbalance",
-        "longest first, imbalance",
-        "planned: ranks of a group",
-        "imbalance",
-        "ms",
-        "x in turn",
-        "x longest first",
-    )
-    return markdown(head, lines)
-
-
-def with_table(text: str, entries: list[dict[str, Any]]) -> str:
-    """``text`` with the marked table of this tool written anew."""
-
-    def written(match: Any) -> str:
-        return f"{match[1]}{table(entries)}{match[3]}" if match[2] == NAME else match[0]
-
-    return MARKED.sub(written, text)
-
-
-def write_table(
-    page: Annotated[Path, typer.Option(help="File with the marked table.")] = Path("docs/llm.md"),
+def write_predictions(
     results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
 ) -> None:
-    """Predict every mix, and write the results file and the table."""
-    entries = [asdict(row) for row in predict()]
+    """Predict every mix, and write the results file."""
     content = {
         "model": asdict(MODEL),
         "constants": shipped_constants().to_json(),
         "draws": DRAWS,
-        "mixes": entries,
+        "mixes": [asdict(row) for row in predict()],
     }
     path = write_results(results, NAME, read_machine(torch.device("cpu"), 0), None, content)
-    page.write_text(with_table(page.read_text(), entries))
-    typer.echo(f"written: {path} and the table of {page}")
+    typer.echo(f"written: {path}")
 
 
 def main() -> None:
     """Entry point."""
-    typer.run(write_table)
+    typer.run(write_predictions)
 
 
 if __name__ == "__main__":

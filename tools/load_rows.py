@@ -242,7 +242,7 @@ def _row(
         mode=mode,
         times=times,
         exact=exact,
-        bytes_per_peer=prepared.shape.bytes_per_peer(comm.world_size, 2),
+        bytes_per_peer=prepared.bytes_per_peer,
         is_exchange=False,
         details={"variant": way, **details},
         **more,

@@ -17,8 +17,24 @@ class PeerCopy:
         bytes_per_peer: Bytes sent to each peer.
     """
 
-    def __init__(self, window: Window, rank: int, bytes_per_peer: int, source: Tensor) -> None:
+    def __init__(
+        self,
+        window: Window,
+        rank: int,
+        bytes_per_peer: int,
+        source: Tensor,
+        *,
+        offset: int | None = None,
+    ) -> None:
         """Prepare the copies; ``source`` holds at least ``bytes_per_peer`` contiguous bytes.
+
+        Args:
+            window: Its memory, at every peer, is written.
+            rank: This rank.
+            bytes_per_peer: Bytes to send to each peer.
+            source: What to send.
+            offset: Where this rank's slot begins, in bytes; when left out, the slots of all ranks
+                follow each other and are of one size.
 
         Raises:
             ValueError: the window is not mapped by its peers, or something is too small.
@@ -29,17 +45,18 @@ class PeerCopy:
         pointers = window.memory.pointers
         room = window.tensor.numel() * window.tensor.element_size()
         given = source.numel() * source.element_size()
-        if len(pointers) * bytes_per_peer > room or bytes_per_peer > given:
+        slot = rank * bytes_per_peer if offset is None else offset
+        needed = len(pointers) * bytes_per_peer if offset is None else offset + bytes_per_peer
+        if needed > room or bytes_per_peer > given:
             message = (
-                f"flat copy: {bytes_per_peer} bytes to each of {len(pointers)} ranks do not fit a "
-                f"window of {room} or a source of {given} bytes"
+                f"flat copy: {bytes_per_peer} bytes to each of {len(pointers)} ranks, at {slot}, "
+                f"do not fit a window of {room} or a source of {given} bytes"
             )
             raise ValueError(message)
         self.bytes_per_peer = bytes_per_peer
         self._source = source
         self._targets = [
-            pointers[(rank + step) % len(pointers)] + rank * bytes_per_peer
-            for step in range(1, len(pointers))
+            pointers[(rank + step) % len(pointers)] + slot for step in range(1, len(pointers))
         ]
         self._copy = memcpy_async()
 
@@ -57,7 +74,7 @@ class PeerCopy:
                 raise UlyssesError(message)
 
 
-def received_slot(window: Window, sender: int, bytes_per_peer: int) -> Tensor:
-    """The bytes that :class:`PeerCopy` of ``sender`` writes into this rank's window."""
+def received_slot(window: Window, offset: int, num_bytes: int) -> Tensor:
+    """The bytes of this rank's window that a peer's :class:`PeerCopy` writes at ``offset``."""
     flat = window.tensor.view(-1).view(torch.uint8)
-    return flat.narrow(0, sender * bytes_per_peer, bytes_per_peer)
+    return flat.narrow(0, offset, num_bytes)

@@ -17,6 +17,7 @@ import typer
 
 from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.fault_table import faults_table, models_table
+from ulysses_ops.tools.llm_tables import all_gather_table, mixes_table, weights_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.overhead_table import forms_table, launch_table
 from ulysses_ops.tools.results import Row
@@ -172,8 +173,11 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "models": models_table,
     "launch": launch_table,
     "forms": forms_table,
+    "all_gather": all_gather_table,
+    "weights": weights_table,
+    "length_mixes": mixes_table,
 }
-ON_CPU_TOO = ("faults", "models")  # what CPU ranks show as well as GPUs
+ON_CPU_TOO = ("faults", "models", "length_mixes")  # what needs no GPU to be shown
 
 
 def render(name: str, records: Sequence[Record]) -> str:

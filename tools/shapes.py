@@ -65,6 +65,19 @@ BLOCKS = (
     Shape("wan-720p", "Wan 720p", 75600, 40, 128),
     PRODUCTION[3],
 )
+# What language models gather along the sequence: at 2 ranks from 1 MB to 75 MB for a peer. The last
+# is a row longer than divides by the ranks.
+GATHERED = (
+    Shape("latents-2k", "latents, 2K", 2 << 10, 1, 576),
+    Shape("latents-16k", "latents, 16K", 16 << 10, 1, 576),
+    Shape("latents-128k", "latents, 128K", 128 << 10, 1, 576),
+    Shape("mqa-4k", "K and V of one head, 4K", 4 << 10, 2, 128),
+    Shape("mqa-32k", "K and V of one head, 32K", 32 << 10, 2, 128),
+    Shape("mqa-256k", "K and V of one head, 256K", 256 << 10, 2, 128),
+    Shape("indexer-8k", "keys of an indexer, 8K", 8 << 10, 1, 128),
+    Shape("indexer-128k", "keys of an indexer, 128K", 128 << 10, 1, 128),
+    Shape("latents-uneven", "latents, 128K and a row", (128 << 10) + 1, 1, 576),
+)
 SMALL_STEP = Shape("small", "small step", 4096, 8, 64)
 FUNCTIONAL = (
     Shape("tiny", "tiny", 64, 4, 32),
@@ -73,6 +86,10 @@ FUNCTIONAL = (
 )
 # Smaller still: a CPU takes its time over the matrix products of a block.
 FUNCTIONAL_BLOCKS = (FUNCTIONAL[0], Shape("batch", "batch of 2", 32, 4, 32, batch=2))
+FUNCTIONAL_GATHERED = (
+    Shape("latents", "latents", 32, 1, 72),
+    Shape("uneven", "uneven", 29, 2, 16),
+)
 
 
 def select_shapes(keys: str, among: Sequence[Shape] = PRODUCTION) -> tuple[Shape, ...]:
@@ -83,11 +100,11 @@ def select_shapes(keys: str, among: Sequence[Shape] = PRODUCTION) -> tuple[Shape
     Raises:
         ValueError: a name is unknown.
     """
-    known = {shape.key for shape in (*PRODUCTION, *BLOCKS)}
+    known = {shape.key for shape in (*PRODUCTION, *BLOCKS, *GATHERED)}
     wanted = [key.strip() for key in keys.split(",")]
     unknown = [key for key in wanted if key not in known and keys != "all"]
     if unknown:
-        names = [shape.key for shape in BLOCKS]
+        names = [shape.key for shape in (*BLOCKS, *GATHERED)]
         message = f"shapes: {unknown} are unknown; choose from {names} or 'all'"
         raise ValueError(message)
     by_key = {shape.key: shape for shape in among}

@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ulysses_ops.attention import sdpa
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.graphs import capture_step
-from ulysses_ops.tools.baselines import PlainGraph
+from ulysses_ops.tools.baselines import PlainGraph, all_gather_flat
+from ulysses_ops.tools.budget import Budget
+from ulysses_ops.tools.exchange_rows import transport_of
+from ulysses_ops.tools.held import read_held
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.paired import excess_us
+from ulysses_ops.tools.replays import PARTING_S
 from ulysses_ops.tools.results import Machine, Row, read_machine
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Variant, measure
@@ -27,6 +32,8 @@ from ulysses_ops.weight_shards import WeightShards
 
 OP = "output projection, weights"
 WHOLE = "whole"
+PREFETCHED = "prefetched"
+WHEN_NEEDED = "gathered when needed"
 BASELINE = "gathered by the baseline"
 Fetch = Callable[[int], Tensor]
 
@@ -46,21 +53,28 @@ class WeightJob:
     effort: Effort
 
 
+def draw(context: RankContext, seed: int, *sizes: tuple[int, ...]) -> list[Tensor]:
+    """Noise of these sizes, the same on every rank: bf16 on a GPU, fp32 on the CPU."""
+    dtype = torch.bfloat16 if context.device.type == "cuda" else torch.float32
+    generator = torch.Generator(device=context.device).manual_seed(seed)
+    options = {"dtype": dtype, "device": context.device, "generator": generator}
+    return [torch.randn(size, **options) for size in sizes]  # type: ignore[call-overload]
+
+
+def draw_weights(context: RankContext, shape: Shape, layers: int) -> list[Tensor]:
+    """The whole weight of each layer, the same on every rank."""
+    width = shape.heads * shape.head_dim
+    return [x.div_(width**0.5) for x in draw(context, 7, *[(width, width)] * layers)]
+
+
 class _Step:
-    """The layers, their inputs and their weights, the same weights on every rank."""
+    """The layers: their inputs, and their whole weights."""
 
-    def __init__(self, context: RankContext, shape: Shape, layers: int) -> None:
-        on_gpu = context.device.type == "cuda"
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        generator = torch.Generator(device=context.device).manual_seed(7)
+    def __init__(self, context: RankContext, shape: Shape, weights: list[Tensor]) -> None:
+        self.weights = weights
         self.width = shape.heads * shape.head_dim
-
-        def draw(*size: int) -> Tensor:
-            kind = {"dtype": dtype, "device": context.device, "generator": generator}
-            return torch.randn(*size, **kind)  # type: ignore[call-overload,no-any-return]
-
-        self.weights = [draw(self.width, self.width) / self.width**0.5 for _ in range(layers)]
-        self.q, self.k, self.v = (draw(*shape.local_window(context.world_size)) for _ in range(3))
+        window = shape.local_window(context.world_size)
+        self.q, self.k, self.v = draw(context, 8, *[window] * 3)
         rows = shape.seq // context.world_size
         self.shape = (shape.batch, rows, self.width)
 
@@ -76,32 +90,68 @@ class _Step:
 
 
 def weight_rows(context: RankContext, job: WeightJob) -> tuple[Machine, list[Row]]:
-    """Check and time every shape. Collective."""
+    """Check and time every shape; they share the time that there is. Collective."""
     on_gpu = context.device.type == "cuda"
     machine = read_machine(context.device, context.world_size if on_gpu else 0)
     rows: list[Row] = []
+    budget = Budget(context.deadline - PARTING_S, {shape.key: 1.0 for shape in job.shapes})
     for shape in job.shapes:
         options = {"device": context.device, "allow_shared_devices": context.shares_devices}
         with (
             torch.no_grad(),
             UlyssesCommunicator(name=f"weights.{shape.key}", **options) as comm,  # type: ignore[arg-type]
         ):
-            rows += _rows_of(context, comm, shape, job)
+            effort = budget.effort(shape.key, job.effort)
+            rows += _rows_of(context, comm, shape, job.layers, effort)
         context.deliver((machine, list(rows)))
     return machine, rows
+
+
+@dataclass(frozen=True)
+class _Both:
+    """The same weights whole and sharded, and what each form has taken of the device.
+
+    Attributes:
+        whole: Of each layer.
+        shards: This rank's rows of each.
+        sharded: Brings them together.
+        taken: Bytes of both, of the rank where they are most; empty where ranks share a GPU or
+            have none.
+    """
+
+    whole: list[Tensor]
+    shards: list[Tensor]
+    sharded: WeightShards
+    taken: dict[str, int]
+
+
+def _make_both(context: RankContext, comm: UlyssesCommunicator, shape: Shape, layers: int) -> _Both:
+    context.progress(f"{shape.title}: weights")
+    for weight in draw_weights(context, shape, 1):  # loads kernels, which take memory too
+        WeightShards.cut(weight, comm)
+    del weight
+    read_held(context.device)
+    context.line_up("weights")  # memory of the shape before is free once its peers have let go
+    before = read_held(context.device).gpu_bytes
+    whole = draw_weights(context, shape, layers)
+    between = read_held(context.device).gpu_bytes
+    shards = [WeightShards.cut(weight, comm) for weight in whole]
+    sharded = WeightShards(comm, shards)
+    after = read_held(context.device).gpu_bytes
+    taken = {"whole_bytes": between - before, "sharded_bytes": after - between}
+    taken = {name: max(context.gather(size)) for name, size in taken.items()}
+    can_tell = context.device.type == "cuda" and not context.shares_devices
+    return _Both(whole, shards, sharded, taken if can_tell else {})
 
 
 def _nothing(layer: int) -> None:
     return None
 
 
-def _rows_of(
-    context: RankContext, comm: UlyssesCommunicator, shape: Shape, job: WeightJob
-) -> list[Row]:
-    step = _Step(context, shape, job.layers)
-    shards = [WeightShards.cut(weight, comm) for weight in step.weights]
-    weights = WeightShards(comm, shards)
-    last = job.layers - 1
+def _ways(
+    context: RankContext, comm: UlyssesCommunicator, step: _Step, both: _Both
+) -> dict[str, Callable[[], Tensor]]:
+    weights, last = both.sharded, len(both.whole) - 1
 
     def ahead(layer: int) -> None:
         if layer == 0:
@@ -114,49 +164,75 @@ def _rows_of(
         return weights.whole(layer)
 
     def by_baseline(layer: int) -> Tensor:
-        out = torch.empty_like(step.weights[layer])
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
-        gather(out, shards[layer], group=comm.group)
+        out = torch.empty_like(both.whole[layer])
+        all_gather_flat(out, both.shards[layer], group=comm.group)
         return out
 
     ways: dict[str, Callable[[], Tensor]] = {
-        WHOLE: lambda: step.run(step.weights.__getitem__, _nothing),
-        "prefetched": lambda: step.run(weights.whole, ahead),
-        "gathered when needed": lambda: step.run(when_needed, _nothing),
+        WHOLE: lambda: step.run(both.whole.__getitem__, _nothing),
+        PREFETCHED: lambda: step.run(weights.whole, ahead),
+        WHEN_NEEDED: lambda: step.run(when_needed, _nothing),
     }
     even = step.width % comm.world_size == 0
     if even and comm.world_size > 1 and not context.shares_devices:
         ways[BASELINE] = lambda: step.run(by_baseline, _nothing)
+    return ways
+
+
+def _rows_of(
+    context: RankContext, comm: UlyssesCommunicator, shape: Shape, layers: int, effort: Effort
+) -> list[Row]:
+    both = _make_both(context, comm, shape, layers)
+    step = _Step(context, shape, both.whole)
+    ways = _ways(context, comm, step, both)
     expected = ways[WHOLE]()
     exact = {name: context.agree(torch.equal(run(), expected)) for name, run in ways.items()}
     with ExitStack() as graphs:
-        variants = {}
-        for name, run in ways.items():
-            variants[name] = Variant(_captured(context, comm, graphs, name, run), job.layers)
-        times = measure(context, variants, job.effort, f"{shape.title}, {OP}")
-    sent = shards[0].nbytes
-    saved = min(context.gather(weights.saved_bytes))
-    return [
-        Row.of_times(
-            f"{OP} {name}",
-            shape,
-            world_size=comm.world_size,
-            transport="none" if name == WHOLE else comm.transport,
-            mode="graph" if context.device.type == "cuda" else "eager",
-            times=times[name],
-            exact=exact[name],
-            bytes_per_peer=0 if name == WHOLE else sent,
-            dtype=str(step.q.dtype).removeprefix("torch."),
-            is_exchange=False,
-            details={
-                "variant": name,
-                "layers": job.layers,
-                "exposed_us": round(times[name].median_us - times[WHOLE].median_us, 1),
-                **({} if name in (WHOLE, BASELINE) else {"saved_bytes": saved}),
-            },
+        runs = {name: _captured(context, comm, graphs, name, run) for name, run in ways.items()}
+        # Other weights than those that the graphs were captured with: stale ones would show.
+        context.line_up("other weights")
+        for weight in (*both.whole, *both.shards):
+            weight.neg_()
+        expected = ways[WHOLE]()
+        for name, run in runs.items():
+            found = run()
+            context.finish(f"check of {name}")
+            exact[name] &= context.agree(torch.equal(found, expected))
+        variants = {name: Variant(run, layers) for name, run in runs.items()}
+        times = measure(context, variants, effort, f"{shape.title}, {OP}")
+    saved = min(context.gather(both.sharded.saved_bytes))
+    rows = []
+    for name in ways:
+        exposed = excess_us(times[name], times[WHOLE])
+        details = {
+            "variant": name,
+            "layers": layers,
+            "exposed_us": round(exposed.median, 1),
+            "exposed_quartiles_us": [round(value, 1) for value in exposed.quartiles],
+            **({"saved_bytes": saved, **both.taken} if name in (PREFETCHED, WHEN_NEEDED) else {}),
+        }
+        rows.append(
+            Row.of_times(
+                f"{OP} {name}",
+                shape,
+                world_size=comm.world_size,
+                transport=_transport(name, comm),
+                mode="graph" if context.device.type == "cuda" else "eager",
+                times=times[name],
+                exact=exact[name],
+                bytes_per_peer=0 if name == WHOLE else both.shards[0].nbytes,
+                dtype=str(step.q.dtype).removeprefix("torch."),
+                is_exchange=False,
+                details=details,
+            )
         )
-        for name in ways
-    ]
+    return rows
+
+
+def _transport(name: str, comm: UlyssesCommunicator) -> str:
+    if name == WHOLE:
+        return "none"
+    return transport_of("baseline" if name == BASELINE else "ours", comm)
 
 
 def _captured(
@@ -165,7 +241,7 @@ def _captured(
     graphs: ExitStack,
     name: str,
     run: Callable[[], Tensor],
-) -> Callable[[], object]:
+) -> Callable[[], Any]:
     if context.device.type != "cuda":
         return run
     if name == BASELINE:

@@ -236,6 +236,7 @@ def test_an_unknown_table_is_an_error() -> None:
     [
         "README.md",
         "docs/graphs.md",
+        "docs/llm.md",
         "docs/protocol.md",
         "docs/reliability.md",
         "docs/shapes.md",

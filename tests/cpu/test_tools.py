@@ -28,7 +28,7 @@ from ulysses_ops.tools import benchmark_run, peer_copy, replay_benchmark, replay
 from ulysses_ops.tools.benchmark_job import BenchmarkJob, run_rank
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.parity import ParityJob
-from ulysses_ops.tools.peer_copy import PeerCopy
+from ulysses_ops.tools.peer_copy import PeerCopy, received_slot
 from ulysses_ops.tools.replays import ReplayJob
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row, rows_from_json, rows_to_json
@@ -148,6 +148,17 @@ def test_a_flat_copy_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         copy.run()
 
 
+def test_slots_of_uneven_sizes_begin_where_they_are_said_to() -> None:
+    source = torch.empty(16, dtype=torch.uint8)
+    with mock.patch.object(peer_copy, "memcpy_async"):
+        PeerCopy(_window(40, (1000, 2000, 3000)), 2, 16, source, offset=24)
+        with pytest.raises(ValueError, match="16 bytes to each of 3 ranks, at 25, do not fit"):
+            PeerCopy(_window(40, (1000, 2000, 3000)), 2, 16, source, offset=25)
+    window = _window(40, None)
+    window.tensor.copy_(torch.arange(40, dtype=torch.uint8))
+    assert received_slot(window, 24, 16).tolist() == list(range(24, 40))
+
+
 @pytest.mark.parametrize(
     ("room", "pointers", "given"), [(64, None, 16), (31, (0, 0), 16), (64, (0, 0), 15)]
 )
@@ -177,6 +188,7 @@ def test_the_job_runs_on_two_cpu_ranks() -> None:
         "attention_step",
         "scatter, beside GEMMs",
         "scatter, one rank late",
+        "all_gather",
         "gather, beside GEMMs",
         "gather, one rank late",
         *(

@@ -135,10 +135,11 @@ def mixed_layer(rank: int, world_size: int) -> int:
         for salt in range(1, 11):
             if rank == salt % world_size:
                 delay(2)
-            for got, sparse in zip(captured.replay(own(salt)), (False, True), strict=True):
-                expected = whole(weights, inputs(total, 64, salt, "cuda"), sparse=sparse)
-                expected = expected.split(list(splits), dim=1)[rank]
-                wrong += int(not torch.allclose(got, expected, rtol=2e-3, atol=2e-4))
+            for run in (step, captured.replay) if salt == 1 else (captured.replay,):
+                for got, sparse in zip(run(own(salt)), (False, True), strict=True):
+                    expected = whole(weights, inputs(total, 64, salt, "cuda"), sparse=sparse)
+                    expected = expected.split(list(splits), dim=1)[rank]
+                    wrong += int(not torch.allclose(got, expected, rtol=2e-3, atol=2e-4))
         other = whole(weights, inputs(total, 64, 99, "cuda"), sparse=True)
         is_told = not torch.allclose(got, other.split(list(splits), dim=1)[rank], rtol=1e-2)
         assert got.numel() == 0 or is_told, "BLIND"
@@ -225,10 +226,13 @@ def sharded_topk(rank: int, world_size: int) -> int:
         captured = capture_step(comm, step, [wholes(0).split(list(splits), dim=2)[rank]])
         wrong = 0
         for salt in range(1, 11):
-            values, columns = captured.replay(wholes(salt).split(list(splits), dim=2)[rank])
-            expected = top_rows(wholes(salt).cpu(), 9)
-            wrong += int(not torch.equal(columns.cpu(), expected[1]))
-            wrong += int(not torch.equal(values.cpu().nan_to_num(7.0), expected[0].nan_to_num(7.0)))
+            own = wholes(salt).split(list(splits), dim=2)[rank]
+            best, places = top_rows(wholes(salt).cpu(), 9)
+            for run in (step, captured.replay):
+                values, columns = run(own)
+                wrong += int(not torch.equal(columns.cpu(), places))
+                wrong += int(not torch.equal(values.cpu().nan_to_num(7.0), best.nan_to_num(7.0)))
+        assert not torch.equal(columns.cpu(), top_rows(wholes(99).cpu(), 9)[1]), "BLIND"
         return wrong
 
 
@@ -255,6 +259,11 @@ def prefetched(rank: int, world_size: int) -> int:
                 x = x @ weights.whole(number).T
             return x
 
+        def on_one_rank(x: Tensor, weights: list[Tensor]) -> Tensor:
+            for weight in weights:
+                x = (torch.tanh(x @ x.T / 50) @ x) @ weight.T
+            return x
+
         captured = capture_step(comm, step, [torch.ones(32, 96, device="cuda")])
         wrong = 0
         for salt in range(20):
@@ -262,9 +271,9 @@ def prefetched(rank: int, world_size: int) -> int:
             if rank == salt % world_size:
                 delay(2)
             got = captured.replay(x)
-            for weight in wholes:
-                x = (torch.tanh(x @ x.T / 50) @ x) @ weight.T
-            wrong += int(not torch.allclose(got, x, rtol=2e-3, atol=1e-3))
+            wrong += int(not torch.allclose(got, on_one_rank(x, wholes), rtol=2e-3, atol=1e-3))
+        swapped = on_one_rank(x, [wholes[i] for i in (2, 1, 0, 3)])  # two that share a window
+        assert not torch.allclose(got, swapped, rtol=2e-3, atol=1e-3), "BLIND"
         return wrong
 
 
@@ -274,13 +283,20 @@ def test_weights_are_prefetched_in_a_graph(pair: RankPool, crowd: Ranks) -> None
 
 
 def marks(rank: int, world_size: int) -> None:
-    """Right over the copy engines; found wrong when the wait is taken away and a rank is late."""
+    """Right over the copy engines."""
     with communicator(max_windows=30) as comm:
         x = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16, device="cuda")
         for op in ("scatter", "gather", "all_gather"):
             debug_exchange(comm, x, op=op).raise_if_wrong()
         turned = x.transpose(1, 2).contiguous().transpose(1, 2)
         debug_exchange(comm, turned).raise_if_wrong()
+
+
+def marks_without_a_wait(rank: int, world_size: int) -> None:
+    """Found wrong when the wait is taken away and a rank is late."""
+    with communicator(max_windows=30) as comm:
+        x = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16, device="cuda")
+        debug_exchange(comm, x).raise_if_wrong()
         settle()
         found = False
         with fault(comm, NO_WAIT):
@@ -292,5 +308,11 @@ def marks(rank: int, world_size: int) -> None:
         assert found, "BLIND: a missing wait was not noticed"
 
 
-def test_debug_exchange(pair: RankPool) -> None:
+def test_debug_exchange(pair: RankPool, crowd: Ranks) -> None:
     pair.run(marks, timeout_s=60)
+    crowd(4).run(marks, timeout_s=120)
+
+
+@pytest.mark.two_gpus
+def test_debug_exchange_finds_a_missing_wait(pair: RankPool) -> None:
+    pair.run(marks_without_a_wait, timeout_s=60)
