@@ -4,8 +4,6 @@
 
 #include "../check.h"
 #include "copy_engine.h"
-#include "own_share.h"
-#include "stream.h"
 
 namespace ulysses_ops {
 namespace {
@@ -202,7 +200,6 @@ void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId
 
 void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
                  CaptureId capture) {
-  const CurrentDevice current(device_);
   Channel& channel = channel_of(window);
   note_use(window, capture);
   const auto copies = plan_copies(window.layout, rank_, source.strides, peer);
@@ -210,8 +207,8 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   const auto issue = [&](bool own) {
     for (const PitchedCopy& copy : copies) {
       if ((copy.peer == rank_) == own) {
-        (own ? copy_own_share : issue_copy)(copy, window.base_of_rank[copy.peer], source.base,
-                                            own ? lanes_.own() : lanes_.copy());
+        issue_copy(copy, window.base_of_rank[copy.peer], source.base,
+                   own ? lanes_.own() : lanes_.copy());
       }
     }
   };
@@ -239,7 +236,6 @@ void Group::open(WindowInfo& window, cudaStream_t caller, CaptureId capture) {
   if (channel.rounds.count(capture) != 0) {
     return;
   }
-  const CurrentDevice current(device_);
   note_use(window, capture);
   lanes_.order(caller, {lanes_.copy()}, capture);
   follow_reader(channel, caller, capture);

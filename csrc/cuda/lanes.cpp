@@ -4,8 +4,6 @@
 #include <memory>
 
 #include "../check.h"
-#include "own_share.h"
-#include "stream.h"
 
 namespace ulysses_ops {
 
@@ -26,7 +24,9 @@ RelaxedCaptureMode::RelaxedCaptureMode() {
 RelaxedCaptureMode::~RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
 Lanes::Lanes(int64_t device) {
-  const CurrentDevice current(device);
+  int previous = 0;
+  UOPS_CUDA_CHECK(cudaGetDevice(&previous));
+  UOPS_CUDA_CHECK(cudaSetDevice(static_cast<int>(device)));
   const RelaxedCaptureMode relaxed;
   int least = 0;
   int greatest = 0;
@@ -39,7 +39,7 @@ Lanes::Lanes(int64_t device) {
   for (cudaEvent_t* event : {&capture_event_, &copy_mark_, &own_mark_}) {
     UOPS_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
   }
-  load_own_share();
+  UOPS_CUDA_CHECK(cudaSetDevice(previous));
 }
 
 Lanes& Lanes::of(int64_t device) {

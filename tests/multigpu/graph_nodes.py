@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
-KERNEL, MEMCPY, BATCH_MEM_OP = 0, 1, 12  # CUgraphNodeType
+MEMCPY, BATCH_MEM_OP = 1, 12  # CUgraphNodeType
 WAIT_64 = 4  # CUstreamBatchMemOpType
 
 
@@ -41,8 +41,6 @@ def _kinds(node: int) -> list[str]:
     _call("cuGraphNodeGetType", c_void_p(node), byref(kind))
     if kind.value == MEMCPY:
         return ["copy"]
-    if kind.value == KERNEL:
-        return ["kernel"]
     if kind.value != BATCH_MEM_OP:
         return [f"node type {kind.value}"]
     params = _BatchParams()
@@ -54,7 +52,7 @@ def _kinds(node: int) -> list[str]:
 
 
 def graph_paths(graph: int) -> list[list[str]]:
-    """Every path from a root to a leaf: copies, kernels and single memory operations, in order."""
+    """Every path from a root to a leaf: copies and single memory operations, in order."""
     count = c_size_t()
     _call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
     nodes = (c_void_p * count.value)()

@@ -197,7 +197,7 @@ def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
     # With what tells the host that the stream waits, written behind the signal, and no longer.
     handshake = ["signal", "signal", "wait", "reset", "reset"]
     for chains in pair.run(node_order):
-        assert sorted(chains) == sorted([["kernel"], [*handshake, "copy", *handshake]])
+        assert sorted(chains) == sorted([["copy"], [*handshake, "copy", *handshake]])
 
 
 HOLD = r"""
@@ -264,8 +264,8 @@ def exchange_while_held(
         return completes_while_held(threads, work), torch.equal(window.tensor, right)
 
 
-# The own share is copied inside the GPU, by a kernel: it needs threads, if no shared memory. Parts
-# for peers need nothing of an SM.
+# The own share is a local copy, which the driver runs as a kernel: it needs threads, if no shared
+# memory. Parts for peers need nothing of an SM.
 @pytest.mark.two_gpus
 @pytest.mark.parametrize(("threads", "own_share"), [(256, True), (512, False)])
 def test_an_exchange_completes_while_all_sms_are_held(
