@@ -20,6 +20,8 @@ from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
 from ulysses_ops.graphs.line_up import compare_inputs
 from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
+from ulysses_ops.kinds import check_callable, check_kind
+from ulysses_ops.names import check_communicator
 
 RESOURCE = "captured steps"
 
@@ -225,6 +227,9 @@ def capture_step(
 
     Collective: every rank calls it with its own inputs and the same step.
     """
+    check_communicator("capture_step", comm)
+    check_callable("capture_step", "step", step, "a function of the inputs")
+    check_kind("capture_step", "warmup", warmup, int, "a whole number, at least 1")
     if warmup < 1:
         message = f"capture_step: warmup={warmup} must be at least 1, so that windows are reserved"
         raise ValueError(message)

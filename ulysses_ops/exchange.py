@@ -11,6 +11,8 @@ from torch import Tensor
 from .collective import CollectiveRounds
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
+from .kinds import check_kind, check_tensors
+from .names import check_communicator
 from .windows import Window, WindowCache
 
 
@@ -88,7 +90,12 @@ class Exchange:
     """
 
     def __init__(self, comm: UlyssesCommunicator) -> None:
-        """Begin with nothing sent."""
+        """Begin with nothing sent.
+
+        Raises:
+            ValueError: ``comm`` is no communicator.
+        """
+        check_communicator("Exchange", comm)
         self._comm = comm
         self._windows: list[Window] = []
         self._sources: list[Tensor] = []
@@ -130,6 +137,10 @@ class Exchange:
             UlyssesError: that rank's share of the window is in flight already.
         """
         comm = self._comm
+        check_tensors("Exchange.send", x=x)
+        check_kind("Exchange.send", "window", window, Window, "a Window, as reserve() returned it")
+        if peer is not None:
+            check_kind("Exchange.send", "peer", peer, int, "a rank, or None")
         if x.requires_grad and torch.is_grad_enabled():
             message = (
                 f"{window.layout.direction}_into: x requires grad, and a window has no gradient; "

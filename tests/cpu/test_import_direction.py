@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From left to right. A module imports only from its left.
 ORDER = (
     "errors",
+    "kinds",
     "_native",
     "facts",
     "asking",
