@@ -100,19 +100,27 @@ class CapturedStep:
         if graph is None:
             message = "replay: the step is closed; capture it again"
             raise UlyssesError(message)
-        with torch.cuda.device(self._comm.device):
-            try:
-                self._begin()
-            except RuntimeError:
-                self._comm.check_open("replay")
-                raise
-            for static, value in zip(self._static, given, strict=bool(given)):
-                if static is not value:
-                    static.copy_(value, non_blocking=True)
-            graph.replay()
-            if self._engine is not None:
-                self._engine.after_replay()
+        turn = self._comm.turn
+        turn.take("replay")
+        try:
+            with torch.cuda.device(self._comm.device):
+                self._issue(graph, given)
+        finally:
+            turn.give()
         return self.outputs
+
+    def _issue(self, graph: torch.cuda.CUDAGraph, given: Sequence[Tensor]) -> None:
+        try:
+            self._begin()
+        except RuntimeError:
+            self._comm.check_open("replay")
+            raise
+        for static, value in zip(self._static, given, strict=bool(given)):
+            if static is not value:
+                static.copy_(value, non_blocking=True)
+        graph.replay()
+        if self._engine is not None:
+            self._engine.after_replay()
 
     def _begin(self) -> None:
         """Order this stream behind earlier replays: they read the static inputs too."""

@@ -34,6 +34,7 @@ from .lifetime import Resource, State, finalise, sweep
 from .mapping import MAPPING_KINDS, MappingKind
 from .post_mortem import PostMortem
 from .topology import Topology, probe
+from .turn import Turn
 
 R = TypeVar("R", bound=Resource)
 
@@ -62,6 +63,7 @@ class UlyssesCommunicator:
         max_windows: Windows that are cached at most.
         announce: Called with each exchange before this rank issues it, while the ranks line up for
             a capture; ``None`` otherwise.
+        turn: Calls of one thread at a time.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class UlyssesCommunicator:
         self._post_mortem = PostMortem(self.name, self.rank, self.world_size, folder)
         self.mapping: MappingKind | None = None
         self.announce: Callable[[str], None] | None = None
+        self.turn = Turn(self.name)
         self._state = State()
         self._pid = os.getpid()
         sweep()

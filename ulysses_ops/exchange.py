@@ -86,6 +86,8 @@ class Exchange:
     by an exception completes nothing: with NCCL and gloo what was sent is forgotten, with the copy
     engines it is on its way and the communicator has to be closed.
 
+    The block is one call of its thread: another thread that calls meanwhile is refused.
+
     Collective: every rank sends into the same windows in the same order.
     """
 
@@ -99,6 +101,7 @@ class Exchange:
         self._comm = comm
         self._windows: list[Window] = []
         self._sources: list[Tensor] = []
+        self._has_turn = False
 
     def open(self, window: Window) -> None:
         """Let the peers write into this window's channel before this rank has anything to send.
@@ -185,7 +188,10 @@ class Exchange:
             self._windows, self._sources = [], []
 
     def __enter__(self) -> Exchange:
-        """Return itself."""
+        """Take the communicator's turn and return itself."""
+        if not torch.compiler.is_compiling():
+            self._comm.turn.take("exchange")
+            self._has_turn = True
         return self
 
     def __exit__(
@@ -201,6 +207,9 @@ class Exchange:
         finally:  # what was not completed cannot be completed any more
             if self._windows and self._comm.copy_engine is None:
                 CollectiveRounds.of(self._comm).abandon(self._windows)
+            if self._has_turn:
+                self._has_turn = False
+                self._comm.turn.give()
 
 
 def _sentence(error: RuntimeError) -> str:

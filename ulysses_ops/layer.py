@@ -257,7 +257,7 @@ class UlyssesAttention(nn.Module):
             return projected
         schedule = self._schedule_for(x)
         qkv, outs = self._reserve(x, schedule)
-        with torch.no_grad():
+        with torch.no_grad(), self.comm.turn.of("UlyssesAttention"):
             return attend(
                 self._project(x, cos, sin, schedule, qkv),
                 self._attention,

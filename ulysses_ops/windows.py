@@ -192,8 +192,9 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
     missing = [key for key in dict.fromkeys(keys) if cache.find(key) is None]
     if missing:
         _refuse_capture_and_fakes(comm, missing)
-        _make_room(comm, cache, keys, missing)
-        with torch.inference_mode(False):  # a window outlives the mode that it is first used in
+        # A window outlives the mode that it is first used in.
+        with comm.turn.of("reserve"), torch.inference_mode(False):
+            _make_room(comm, cache, keys, missing)
             for key in missing:
                 _allocate_window(comm, cache, specs[keys.index(key)], key)
     found = [cache.find(key) for key in keys]
