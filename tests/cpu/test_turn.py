@@ -111,6 +111,7 @@ def one_after_the_other(rank: int, world_size: int) -> None:
         x = shard(rank).requires_grad_()
         with ThreadPoolExecutor(1) as thread:
             thread.submit(scatter(x, comm).sum().backward).result()
+        assert x.grad is not None
         assert torch.equal(x.grad, torch.ones_like(x))
 
 

@@ -20,7 +20,11 @@ X = torch.zeros(1, 4, 4, 8)
 SHAPE = (1, 4, 4, 8)
 Q = nn.Linear(8, 8)
 F32 = torch.float32
-ANYTHING: Any = None  # what a checker of types would have found
+
+
+def anything(value: object) -> Any:
+    """What a checker of types would have found."""
+    return value
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +67,13 @@ CONSTRUCTED: dict[str, Call] = {
     "allow_shared_devices=a value of type object must": lambda comm: constructed(
         allow_shared_devices=object()
     ),
-    "UlyssesCommunicator: timeout_s='1' must": lambda comm: comm.set_timeout(ANYTHING or "1"),
+    "UlyssesCommunicator: timeout_s='1' must": lambda comm: comm.set_timeout(anything("1")),
 }
 CALLED: dict[str, Call] = {
-    "reserve: specs=a value of type WindowSpec": lambda comm: u.reserve(comm, ANYTHING or spec()),
-    "reserve: each of specs='w' must": lambda comm: u.reserve(comm, ANYTHING or ["w"]),
-    "reserve: specs=None must": lambda comm: u.reserve(comm, ANYTHING),
-    "reserve: comm='kinds' must": lambda comm: u.reserve(ANYTHING or "kinds", []),
+    "reserve: specs=a value of type WindowSpec": lambda comm: u.reserve(comm, anything(spec())),
+    "reserve: each of specs='w' must": lambda comm: u.reserve(comm, anything(["w"])),
+    "reserve: specs=None must": lambda comm: u.reserve(comm, anything(None)),
+    "reserve: comm='kinds' must": lambda comm: u.reserve(anything("kinds"), []),
     "WindowSpec: name=3 must": lambda comm: spec(name=3),
     "reserve: direction=3 must": lambda comm: u.reserve(comm, [spec(direction=3)]),
     "WindowSpec: shape=4 must": lambda comm: spec(shape=4),
@@ -78,51 +82,49 @@ CALLED: dict[str, Call] = {
     "WindowSpec: channel=3 must": lambda comm: spec(channel=3),
     "WindowSpec: seq_splits holds '4' and must": lambda comm: spec(seq_splits=("4",)),
     "WindowSpec: head_splits=4 must": lambda comm: spec(head_splits=4),
-    "scatter: comm='kinds' must": lambda comm: u.scatter(X, ANYTHING or "kinds"),
-    "gather: comm=None must": lambda comm: u.gather(X, ANYTHING),
-    "all_gather: comm=3 must": lambda comm: u.all_gather(X, ANYTHING or 3),
-    "Exchange: comm='kinds' must": lambda comm: u.Exchange(ANYTHING or "kinds"),
+    "scatter: comm='kinds' must": lambda comm: u.scatter(X, anything("kinds")),
+    "gather: comm=None must": lambda comm: u.gather(X, anything(None)),
+    "all_gather: comm=3 must": lambda comm: u.all_gather(X, anything(3)),
+    "Exchange: comm='kinds' must": lambda comm: u.Exchange(anything("kinds")),
     "Exchange.send: x=a value of type list must": lambda comm: u.Exchange(comm).send(
-        ANYTHING or [1], u.reserve(comm, [spec()])[0]
+        anything([1]), u.reserve(comm, [spec()])[0]
     ),
     "Exchange.send: window=a value of type Tensor must": lambda comm: u.Exchange(comm).send(
-        X, X if ANYTHING is None else ANYTHING
+        X, anything(X)
     ),
     "Exchange.send: peer='0' must": lambda comm: u.Exchange(comm).send(
-        X, u.reserve(comm, [spec()])[0], peer=ANYTHING or "0"
+        X, u.reserve(comm, [spec()])[0], peer=anything("0")
     ),
-    "ulysses_attention: k=None must": lambda comm: u.ulysses_attention(X, ANYTHING, X, comm),
+    "ulysses_attention: k=None must": lambda comm: u.ulysses_attention(X, anything(None), X, comm),
     "ulysses_attention: comm='kinds' must": lambda comm: u.ulysses_attention(
-        X, X, X, ANYTHING or "kinds"
+        X, X, X, anything("kinds")
     ),
     "ulysses_attention: attention='sdpa' must": lambda comm: u.ulysses_attention(
-        X, X, X, comm, attention=ANYTHING or "sdpa"
+        X, X, X, comm, attention=anything("sdpa")
     ),
     "ulysses_attention: windows=a value of type list must": lambda comm: u.ulysses_attention(
-        X, X, X, comm, windows=ANYTHING or []
+        X, X, X, comm, windows=anything([])
     ),
     "ulysses_attention: seq_splits=4 must": lambda comm: u.ulysses_attention(
-        X, X, X, comm, seq_splits=ANYTHING or 4
+        X, X, X, comm, seq_splits=anything(4)
     ),
     "ulysses_attention: head_splits holds 4.0 and must": lambda comm: u.ulysses_attention(
-        X, X, X, comm, head_splits=ANYTHING or [4.0]
+        X, X, X, comm, head_splits=anything([4.0])
     ),
     "reserve_attention: q_shape=3 must": lambda comm: u.reserve_attention(
-        comm, ANYTHING or 3, SHAPE, F32
+        comm, anything(3), SHAPE, F32
     ),
     "ulysses_joint_attention: joint=3 must": lambda comm: u.ulysses_joint_attention(
-        X, X, X, comm, joint=ANYTHING or 3
+        X, X, X, comm, joint=anything(3)
     ),
     "JointSequence: text_rows holds '1' and must": lambda comm: u.JointSequence(
-        ANYTHING or "1", (2,)
+        anything("1"), (2,)
     ),
-    "even_splits: total='8' must": lambda comm: u.even_splits(ANYTHING or "8", 2),
-    "capture_step: comm='kinds' must": lambda comm: capture_step(ANYTHING or "kinds", len, [X]),
-    "capture_step: step=3 must": lambda comm: capture_step(comm, ANYTHING or 3, [X]),
-    "GraphCache: comm='kinds' must": lambda comm: GraphCache(ANYTHING or "kinds", len),
-    "GraphCache: max_graphs='3' must": lambda comm: GraphCache(
-        comm, len, max_graphs=ANYTHING or "3"
-    ),
+    "even_splits: total='8' must": lambda comm: u.even_splits(anything("8"), 2),
+    "capture_step: comm='kinds' must": lambda comm: capture_step(anything("kinds"), len, [X]),
+    "capture_step: step=3 must": lambda comm: capture_step(comm, anything(3), [X]),
+    "GraphCache: comm='kinds' must": lambda comm: GraphCache(anything("kinds"), len),
+    "GraphCache: max_graphs='3' must": lambda comm: GraphCache(comm, len, max_graphs=anything("3")),
     "UlyssesAttention: comm='kinds' must": lambda comm: layer("kinds"),
     "UlyssesAttention: num_heads='2' must": lambda comm: layer(comm, num_heads="2"),
     "UlyssesAttention: out=3 must": lambda comm: layer(comm, out=3),
@@ -157,7 +159,7 @@ def one_of_two(rank: int, world_size: int) -> list[str]:
     with u.UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm:
         if rank:
             with pytest.raises(ValueError, match="reserve: specs='w' must be a list"):
-                u.reserve(comm, ANYTHING or "w")
+                u.reserve(comm, anything("w"))
         got = u.scatter(X + rank, comm)
         assert torch.equal(got, torch.cat([X[:, :, :2] + 0, X[:, :, :2] + 1], dim=1))
     return texts
