@@ -112,10 +112,12 @@ class Exchange:
         nothing. Not for compiled code.
 
         Raises:
+            ValueError: ``window`` is none.
             UlyssesError: the communicator gave up, or another capture is under way.
 
         Collective: every rank opens the same channels at the same place among its sends.
         """
+        check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
         if self._comm.copy_engine is not None:
             try:
                 self._comm.copy_engine.open_window(window.address)
