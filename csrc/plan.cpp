@@ -1,6 +1,8 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -11,6 +13,11 @@ namespace {
 // The longest pitch that a 2-D copy takes, in bytes (device attribute "max pitch").
 constexpr int64_t kMaxPitch = 0x7fffffff;
 
+// The widest element that torch has, in bytes, and how far strides may reach, in elements: then
+// offsets in bytes are whole in 64 bits.
+constexpr int64_t kMaxItem = 16;
+constexpr int64_t kFarthest = std::numeric_limits<int64_t>::max() / kMaxItem;
+
 int64_t sum(const std::vector<int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
@@ -19,6 +26,21 @@ int64_t start_of(const std::vector<int64_t>& splits, const std::vector<int64_t>&
                  int64_t rank) {
   return starts.empty() ? std::accumulate(splits.begin(), splits.begin() + rank, int64_t{0})
                         : starts[rank];
+}
+
+// Whether the sizes can be added up, and multiplied, in 64 bits. An empty dimension counts as one,
+// since products of some of the dimensions are needed too.
+bool sum_fits(const std::vector<int64_t>& sizes) {
+  int64_t total = 0;
+  return std::none_of(sizes.begin(), sizes.end(),
+                      [&](int64_t size) { return __builtin_add_overflow(total, size, &total); });
+}
+
+bool product_fits(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  return std::none_of(sizes.begin(), sizes.end(), [&](int64_t size) {
+    return __builtin_mul_overflow(product, std::max<int64_t>(size, 1), &product);
+  });
 }
 
 void check_starts(const std::string& what, const std::vector<int64_t>& splits,
@@ -32,7 +54,8 @@ void check_starts(const std::string& what, const std::vector<int64_t>& splits,
   }
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (size_t rank = 0; rank < starts.size(); ++rank) {
-    if (starts[rank] < 0 || starts[rank] + splits[rank] > total) {
+    // Never added up: hostile values may be as large as there are.
+    if (starts[rank] < 0 || total < 0 || starts[rank] > total - splits[rank]) {
       throw std::invalid_argument("plan: " + what + " range of rank " + std::to_string(rank) +
                                   " starts at " + std::to_string(starts[rank]) + " and has " +
                                   std::to_string(splits[rank]) + "; it must lie in the " +
@@ -60,8 +83,8 @@ std::array<int64_t, 4> meaningful_strides(const std::array<int64_t, 4>& shape,
     result[3] = 1;
   }
   for (int dim = 2; dim >= 0; --dim) {
-    if (shape[dim] == 1) {
-      result[dim] = result[dim + 1] * shape[dim + 1];
+    if (shape[dim] == 1 && __builtin_mul_overflow(result[dim + 1], shape[dim + 1], &result[dim])) {
+      result[dim] = std::numeric_limits<int64_t>::max();
     }
   }
   return result;
@@ -142,21 +165,35 @@ void check_layout(const Layout& layout) {
       }
     }
   }
-  if (layout.batch < 0 || layout.head_dim < 0 || layout.itemsize <= 0) {
+  if (layout.batch < 0 || layout.head_dim < 0 || layout.itemsize < 1 ||
+      layout.itemsize > kMaxItem) {
     throw std::invalid_argument("plan: batch=" + std::to_string(layout.batch) +
-                                ", head_dim=" + std::to_string(layout.head_dim) + ", itemsize=" +
-                                std::to_string(layout.itemsize) + " must not be negative");
+                                " and head_dim=" + std::to_string(layout.head_dim) +
+                                " must not be negative, and itemsize=" +
+                                std::to_string(layout.itemsize) + " lie in 1 to 16");
+  }
+  if (!sum_fits(layout.seq_splits) || !sum_fits(layout.head_splits)) {
+    throw std::invalid_argument("plan: the splits add up to more than 2^63; give sizes of tensors");
   }
   const bool scatter = layout.direction == Direction::kScatter;
   check_starts("seq", layout.seq_splits, layout.seq_starts, layout.seq_total, !scatter);
   check_starts("head", layout.head_splits, layout.head_starts, layout.head_total, scatter);
+  // Every shape, pitch and offset of a window is at most this.
+  if (!product_fits({layout.batch, layout.seq_global(), layout.num_heads(), layout.head_dim,
+                     layout.itemsize})) {
+    throw std::invalid_argument(
+        "plan: shape " +
+        to_string({layout.batch, layout.seq_global(), layout.num_heads(), layout.head_dim}) +
+        " of " + std::to_string(layout.itemsize) +
+        " bytes an element is more than 2^63 bytes; give sizes of tensors");
+  }
 }
 
 bool is_pitched(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides) {
-  const auto stride = meaningful_strides(shape, strides);
-  if (shape[0] * shape[1] * shape[2] * shape[3] == 0) {
+  if (std::count(shape.begin(), shape.end(), 0) > 0) {
     return true;
   }
+  const auto stride = meaningful_strides(shape, strides);
   if (stride[3] != 1) {
     return false;
   }
@@ -166,13 +203,13 @@ bool is_pitched(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4
   int64_t extent = shape[3];
   for (const int dim : order) {
     if (shape[dim] > 1) {
-      if (stride[dim] < extent) {
+      if (stride[dim] < extent || stride[dim] > kFarthest / shape[dim]) {
         return false;
       }
       extent += (shape[dim] - 1) * stride[dim];
     }
   }
-  return true;
+  return extent <= kFarthest;
 }
 
 std::vector<PitchedCopy> plan_copies(const Layout& layout, int64_t rank,

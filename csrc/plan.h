@@ -65,12 +65,13 @@ struct PitchedCopy {
   int64_t dst_slice_pitch = 0;
 };
 
-// Throws std::invalid_argument, with a sentence, unless splits and starts describe one exchange.
+// Throws std::invalid_argument, with a sentence, unless splits and starts describe one exchange of
+// at most 2^63 bytes, so that no product and no sum of its sizes overflows.
 void check_layout(const Layout& layout);
 
 // Whether a source with these strides (in elements) can be read where it is: head_dim dense, and
-// rows, heads and batches not overlapping, in whatever order they are nested. Strides of dimensions
-// of size 1 mean nothing and are ignored.
+// rows, heads and batches not overlapping, in whatever order they are nested, and no further apart
+// than 64-bit offsets in bytes reach. Strides of dimensions of size 1 mean nothing and are ignored.
 bool is_pitched(const std::array<int64_t, 4>& shape, const std::array<int64_t, 4>& strides);
 
 // The copies that `rank` issues, peers first in rotated order (rank + 1, rank + 2, ...), its own

@@ -17,6 +17,8 @@ from ulysses_ops.graphs.buckets import Bucket
 from ulysses_ops.graphs.ledger import Ledger
 from ulysses_ops.graphs.signature import Signature, clone_tensors, flatten
 from ulysses_ops.graphs.step import CapturedStep, can_capture, capture_step
+from ulysses_ops.kinds import check_callable, check_kind, shown
+from ulysses_ops.names import check_communicator
 
 MAX_COUNTED = 1024  # signatures whose uses are counted before they are captured
 
@@ -93,16 +95,19 @@ class GraphCache:
         Raises:
             ValueError: a bound below 1.
         """
+        check_communicator("GraphCache", comm)
+        check_callable("GraphCache", "step", step, "a function of the inputs")
         for name, value in (
             ("max_graphs", max_graphs),
             ("capture_after", capture_after),
             ("warmup", warmup),
         ):
+            check_kind("GraphCache", name, value, int, "a whole number, at least 1")
             if value < 1:
                 message = f"GraphCache: {name}={value} must be at least 1"
                 raise ValueError(message)
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
-            message = f"GraphCache: max_bytes={max_bytes!r} must be at least 1"
+            message = f"GraphCache: max_bytes={shown(max_bytes)} must be at least 1"
             raise ValueError(message)
         self._comm = comm
         self._step = step

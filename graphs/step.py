@@ -20,6 +20,8 @@ from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
 from ulysses_ops.graphs.line_up import compare_inputs
 from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
+from ulysses_ops.kinds import check_callable, check_kind
+from ulysses_ops.names import check_communicator
 
 RESOURCE = "captured steps"
 
@@ -98,19 +100,27 @@ class CapturedStep:
         if graph is None:
             message = "replay: the step is closed; capture it again"
             raise UlyssesError(message)
-        with torch.cuda.device(self._comm.device):
-            try:
-                self._begin()
-            except RuntimeError:
-                self._comm.check_open("replay")
-                raise
-            for static, value in zip(self._static, given, strict=bool(given)):
-                if static is not value:
-                    static.copy_(value, non_blocking=True)
-            graph.replay()
-            if self._engine is not None:
-                self._engine.after_replay()
+        turn = self._comm.turn
+        turn.take("replay")
+        try:
+            with torch.cuda.device(self._comm.device):
+                self._issue(graph, given)
+        finally:
+            turn.give()
         return self.outputs
+
+    def _issue(self, graph: torch.cuda.CUDAGraph, given: Sequence[Tensor]) -> None:
+        try:
+            self._begin()
+        except RuntimeError:
+            self._comm.check_open("replay")
+            raise
+        for static, value in zip(self._static, given, strict=bool(given)):
+            if static is not value:
+                static.copy_(value, non_blocking=True)
+        graph.replay()
+        if self._engine is not None:
+            self._engine.after_replay()
 
     def _begin(self) -> None:
         """Order this stream behind earlier replays: they read the static inputs too."""
@@ -225,6 +235,9 @@ def capture_step(
 
     Collective: every rank calls it with its own inputs and the same step.
     """
+    check_communicator("capture_step", comm)
+    check_callable("capture_step", "step", step, "a function of the inputs")
+    check_kind("capture_step", "warmup", warmup, int, "a whole number, at least 1")
     if warmup < 1:
         message = f"capture_step: warmup={warmup} must be at least 1, so that windows are reserved"
         raise ValueError(message)

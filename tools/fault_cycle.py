@@ -161,7 +161,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore(HOST, port, is_master=False)
-    _make_group(store, "clean", rank, setting.launch.world_size)
+    make_group(store, "clean", rank, setting.launch.world_size)
     Cycle(setting, device, "clean").run(lambda step: None)
     dist.barrier()
     before = read_held(device, others_too=setting.parallel > 1)
@@ -171,7 +171,7 @@ def run_rank(setting: Setting, fault: Fault | None, rank: int, port: int, line: 
     dist.destroy_process_group()
     failure = ""
     try:
-        _make_group(store, "fresh", left.index(rank), len(left))
+        make_group(store, "fresh", left.index(rank), len(left))
         fresh = Cycle(setting, device, "fresh")
         fresh.run(lambda step: None) if len(left) > 1 else _alone(fresh)
     except Exception as error:  # noqa: BLE001  whatever it was, the parent judges it
@@ -221,7 +221,8 @@ def _alone(cycle: Cycle) -> None:
     cycle.close()
 
 
-def _make_group(store: dist.Store, name: str, rank: int, world_size: int) -> None:
+def make_group(store: dist.Store, name: str, rank: int, world_size: int) -> None:
+    """A default group over gloo, whose keys in the store begin with ``name``."""
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(name, store),

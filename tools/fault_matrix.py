@@ -11,6 +11,8 @@ processes of their own in each cell, so that one may be killed or stopped for re
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -41,16 +43,31 @@ def run_matrix(
     setting: Setting,
     faults: Sequence[Fault],
     *,
+    time_limit_s: float = math.inf,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Run a cell for each fault, and return them in the order of faults."""
+    """Run a cell for each fault, and return them in the order of faults.
+
+    Args:
+        setting: What all cells share.
+        faults: One a cell.
+        time_limit_s: Wall time after which none is begun; their cells are left out.
+        on_cell: Called with each.
+    """
+    until = time.monotonic() + time_limit_s
+
+    def run_in_time(fault: Fault) -> Cell | None:
+        return run_cell(setting, fault) if time.monotonic() < until else None
+
     with ThreadPoolExecutor(setting.parallel) as threads:
-        running = {threads.submit(run_cell, setting, fault): fault for fault in faults}
-        done = {}
+        running = {threads.submit(run_in_time, fault): fault for fault in faults}
+        done: dict[Fault, Cell] = {}
         for finished in as_completed(running):
-            done[running[finished]] = finished.result()
-            on_cell(finished.result())
-    return [done[fault] for fault in faults]
+            cell = finished.result()
+            if cell is not None:
+                done[running[finished]] = cell
+                on_cell(cell)
+    return [done[fault] for fault in faults if fault in done]
 
 
 def main(
@@ -64,6 +81,7 @@ def main(
     parallel: Annotated[
         int, typer.Option(min=1, help="Cells at a time; with 1, GPU memory is judged.")
     ] = 1,
+    time_limit: Annotated[float, typer.Option(min=1, help="Begin no cell later.")] = math.inf,
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot tell.")] = None,
 ) -> None:
@@ -83,7 +101,7 @@ def main(
         for fault in chosen_faults(possible_faults(moments), one_moment)
         if fault.name in names
     ]
-    cells = run_matrix(setting, faults, on_cell=typer.echo)
+    cells = run_matrix(setting, faults, time_limit_s=time_limit, on_cell=typer.echo)
     bad = [cell for cell in cells if not cell.is_good]
     machine = read_machine(launch.device(0), min(num_devices, world_size) if on_gpu else 0)
     content = {
@@ -91,11 +109,12 @@ def main(
         "transport": "ce" if on_gpu else "gloo",
         "limit_s": limit,
         "moments": len(moments),
+        "cells_left_out": len(faults) - len(cells),
         "parallel": parallel,
         "cells": [asdict(cell) for cell in cells],
     }
     path = write_results(out, "fault_matrix", machine, commit, content)
-    typer.echo(f"{len(cells)} cells, {len(bad)} bad; written: {path}")
+    typer.echo(f"{len(cells)} of {len(faults)} cells, {len(bad)} bad; written: {path}")
     if bad:
         raise typer.Exit(1)
 

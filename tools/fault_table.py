@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_ops.tools.markdown import Record, markdown, number
+from ulysses_ops.tools.markdown import Record, markdown, number, yes
 
 
 def faults_table(record: Record) -> str:
@@ -35,6 +35,74 @@ def _summary(cells: Sequence[dict[str, Any]], fault: str, step: str) -> str:
     outcomes = " / ".join(sorted({cell["outcome"] for cell in chosen}))
     slowest = max(cell["seconds"] for cell in chosen)
     return f"{outcomes}, {number(slowest, 1)} s ({len(chosen)})"
+
+
+def deaths_table(record: Record) -> str:
+    """Where the others were, a line: from the death of a peer to the errors of those left."""
+    deaths = record.content.get("deaths", [])
+    lines = []
+    for place, limit_s in dict.fromkeys((death["place"], death["limit_s"]) for death in deaths):
+        chosen = [one for one in deaths if (one["place"], one["limit_s"]) == (place, limit_s)]
+        seconds = [second for one in chosen for second in one["seconds"]]
+        lines.append(
+            (
+                f"{record.content['transport']}, {place}",
+                number(limit_s, 1),
+                number(len(seconds), 0),
+                number(min(seconds), 2),
+                number(max(seconds), 2),
+                yes(all(one["is_in_time"] for one in chosen)),
+            )
+        )
+    head = ("a peer is killed", "limit, s", "errors", "first, s", "last, s", "within limit + 1 s")
+    return markdown(head, lines) if lines else ""
+
+
+def soak_table(record: Record) -> str:
+    """Calls of all pieces together, and lives of communicators."""
+    pieces, cycles = record.content.get("pieces", []), record.content.get("cycles", [])
+    if not pieces and not cycles:
+        return ""
+    leaks = sum(bool(any(one["leaks"])) for one in cycles)
+    more = [most for one in cycles for most in one["gpu_bytes_more"]]
+    line = (
+        ", ".join(sorted({piece["transport"] for piece in pieces})),
+        number(sum(piece["calls"] for piece in pieces), 0),
+        number(sum(piece["eager"] for piece in pieces), 0),
+        number(sum(piece["mismatches"] for piece in pieces), 0),
+        yes(all(piece["control_mismatches"] for piece in pieces)) if pieces else "",
+        number(sum(one["cycles"] for one in cycles), 0),
+        number(max(more) / 1e6, 1) if more else "",
+        number(leaks, 0),
+    )
+    head = (
+        "transport",
+        "replays and calls",
+        "of them eager",
+        "wrong elements",
+        "a wrong one is seen",
+        "create and close",
+        "GPU MB more",
+        "leaks",
+    )
+    return markdown(head, [line])
+
+
+def sanitizers_table(record: Record) -> str:
+    """A run of compute-sanitizer."""
+    content = record.content
+    if "sanitizer" not in content:
+        return ""
+    line = (
+        content["sanitizer"],
+        " ".join(content["selection"]),
+        number(content["passed"], 0),
+        number(content["failed"], 0),
+        number(content["errors"], 0),
+        number(content["seconds"], 0),
+    )
+    head = ("compute-sanitizer", "tests", "passed", "failed", "errors", "seconds")
+    return markdown(head, [line])
 
 
 def models_table(record: Record) -> str:

@@ -16,7 +16,13 @@ from typing import Annotated
 import typer
 
 from ulysses_ops.tools.block_table import block_table, projection_table
-from ulysses_ops.tools.fault_table import faults_table, models_table
+from ulysses_ops.tools.fault_table import (
+    deaths_table,
+    faults_table,
+    models_table,
+    sanitizers_table,
+    soak_table,
+)
 from ulysses_ops.tools.llm_tables import all_gather_table, mixes_table, weights_table
 from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
 from ulysses_ops.tools.overhead_table import forms_table, launch_table
@@ -176,8 +182,11 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "all_gather": all_gather_table,
     "weights": weights_table,
     "length_mixes": mixes_table,
+    "deaths": deaths_table,
+    "soak": soak_table,
+    "sanitizers": sanitizers_table,
 }
-ON_CPU_TOO = ("faults", "models", "length_mixes")  # what needs no GPU to be shown
+ON_CPU_TOO = ("faults", "models", "length_mixes", "deaths")  # what needs no GPU to be shown
 
 
 def render(name: str, records: Sequence[Record]) -> str:

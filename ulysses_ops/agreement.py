@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
@@ -24,6 +24,8 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 POLL_S = 0.002
+LOOK_S = 0.1  # between two looks for peers that parted
+WHY_CHARS = 300
 COMPLETE = "complete"
 
 
@@ -128,7 +130,12 @@ def _greet(store: Store, name: str, rank: int, world_size: int, timeout_s: float
 
 
 class Agreement:
-    """Numbered meetings of one communicator; the numbers advance alike on every rank."""
+    """Numbered meetings of one communicator; the numbers advance alike on every rank.
+
+    Attributes:
+        timeout_s: How long a meeting waits for the slowest rank, in seconds.
+        exchanges: Exchanges on the host that this rank has been through; whoever makes them counts.
+    """
 
     def __init__(
         self, store: Store, session: str, rank: int, world_size: int, timeout_s: float
@@ -147,6 +154,7 @@ class Agreement:
         self._rank = rank
         self._world_size = world_size
         self.timeout_s = timeout_s
+        self.exchanges = 0
         self._meeting = 0
 
     def exchange(self, topic: str, record: Record) -> list[Record]:
@@ -173,10 +181,7 @@ class Agreement:
     def _meet(self, topic: str, meeting: int, record: Record) -> list[Record]:
         keys = [self._key(meeting, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps({"topic": topic, "record": record}))
-        outcome = COMPLETE
-        absent = self._wait(keys)
-        if absent:
-            outcome = str(_missing(topic, self._rank, self.timeout_s, absent))
+        outcome = self._wait(topic, meeting, keys) or COMPLETE
         # The first to say how the meeting went is right for all: a rank that comes when another has
         # given up is refused as well.
         verdict = self._store.compare_set(self._verdict_key(meeting), "", outcome).decode()
@@ -193,21 +198,57 @@ class Agreement:
             raise AgreementError(message)
         return [entry["record"] for entry in entries]
 
-    def _wait(self, keys: list[str]) -> list[int]:
-        """Wait for every record, within the limit, and return the ranks whose record is missing.
+    def _wait(self, topic: str, meeting: int, keys: list[str]) -> str:
+        """Wait for every record, within the limit; what is wrong, or nothing.
 
         Asks again and again: in one long wait a process would not hear of Ctrl-C before its end.
         """
         deadline = time.monotonic() + self.timeout_s
+        look_at = time.monotonic() + LOOK_S
         pause_s = POLL_S / 8
         while True:
-            is_over = time.monotonic() > deadline  # who is there when one looks after that has come
+            now = time.monotonic()
+            is_over = now > deadline  # who is there when one looks after that has come
             if self._store.check(keys):
-                return []
+                return ""
             if is_over:
-                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                return str(_missing(topic, self._rank, self.timeout_s, absent)) if absent else ""
+            if now > look_at:
+                look_at = now + LOOK_S
+                if parted := self.parted("meetings", meeting):
+                    return f"{topic}: rank {self._rank} waits for {parted}"
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 4 * POLL_S)
+
+    def part(self, why: str) -> None:
+        """Say, without waiting, that this rank comes to nothing more: it left by an exception.
+
+        Whoever waits for it, or comes to wait, then need not wait for the limit.
+        """
+        if self._world_size > 1:
+            note = {"meetings": self._meeting, "exchanges": self.exchanges, "why": why[:WHY_CHARS]}
+            with contextlib.suppress(RuntimeError):  # a store that is gone cannot be told any more
+                self._store.set(self._parted_key(self._rank), json.dumps(note))
+
+    def parted(self, what: Literal["meetings", "exchanges"], number: int) -> str:
+        """The first peer that left before the meeting or exchange of this number, and why.
+
+        Empty while there is none, or where it cannot be known. A peer that has been through it has
+        sent what it had to.
+        """
+        for peer in range(self._world_size):
+            key = self._parted_key(peer)
+            try:
+                if peer == self._rank or not self._store.check([key]):
+                    continue
+                note = _decoded("parting", peer, self._store.get(key))
+            except RuntimeError:
+                return ""
+            if isinstance(note, dict) and isinstance(note.get(what), int) and note[what] <= number:
+                why = str(note.get("why"))[:WHY_CHARS]
+                return f"rank {peer}, which left the communicator by {why}"
+        return ""
 
     def attempt(self, topic: str, step: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Try a local step on every rank and learn how it went everywhere.
@@ -247,6 +288,9 @@ class Agreement:
 
     def _left_key(self, topic: str, owner: int, leaver: int) -> str:
         return f"{self._session}/left/{topic}/{owner}/{leaver}"
+
+    def _parted_key(self, rank: int) -> str:
+        return f"{self._session}/left/parted/{rank}"
 
     def _verdict_key(self, meeting: int) -> str:
         return f"{self._session}/{meeting}/verdict"

@@ -34,7 +34,8 @@ def all_to_all(
     """Trade bytes: ``sent_sizes[p]`` of them go to rank ``p``. Collective.
 
     Raises:
-        PeerTimeoutError: under gloo, a peer did not come within ``comm.timeout_s``, or is gone.
+        PeerTimeoutError: under gloo, a peer did not come within ``comm.timeout_s``, is gone, or
+            left the communicator by an exception.
     """
     assert comm.group is not None
     if comm.transport != "gloo":
@@ -44,12 +45,14 @@ def all_to_all(
         return
     options = dist.AllToAllOptions()
     options.timeout = timedelta(seconds=comm.timeout_s)
+    parted = ""
     try:
         work = comm.group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), options
         )
         while not _is_over(work):
-            pass
+            if parted := comm.agreement.parted("exchanges", comm.agreement.exchanges):
+                break
     except RuntimeError as error:
         # Without gloo's file and line, and its guesses.
         first = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
@@ -58,6 +61,11 @@ def all_to_all(
             f"an exchange under gloo did not end within {comm.timeout_s:g} s, or a peer is gone, "
             f"and its process group is of no use any more ({first})",
         )
+    if parted:
+        comm.give_up(
+            "complete", f"it waits for {parted}, and its process group is of no use any more"
+        )
+    comm.agreement.exchanges += 1
 
 
 def _is_over(work: dist.Work) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .copy_engine import SIGNAL_KINDS
+from .kinds import shown
 from .mapping import MAPPING_KINDS
 
 MAX_TIMEOUT_S = 1e9  # gloo counts nanoseconds in 64 bits: beyond 9.2e9 s it gives up at once
@@ -29,10 +31,14 @@ def check_arguments(wanted: dict[str, Any]) -> None:
     for argument, allowed in choices.items():
         value = wanted[argument]
         if value is not None and value not in allowed:
-            message = f"{argument}={value!r} must be one of {allowed} or None"
+            message = f"{argument}={shown(value)} must be one of {allowed} or None"
             raise ValueError(message)
-    if not isinstance(wanted["max_windows"], int) or wanted["max_windows"] < 1:
-        message = f"max_windows={wanted['max_windows']!r} must be a whole number, at least 1"
+    max_windows, shared = wanted["max_windows"], wanted["allow_shared_devices"]
+    if not isinstance(max_windows, int) or isinstance(max_windows, bool) or max_windows < 1:
+        message = f"max_windows={shown(max_windows)} must be a whole number, at least 1"
+        raise ValueError(message)
+    if not isinstance(shared, bool):
+        message = f"allow_shared_devices={shown(shared)} must be True or False"
         raise ValueError(message)
     needs_ce = [name for name in ("mapping", "signal") if wanted[name] is not None]
     if needs_ce and wanted["transport"] not in (None, "ce"):
@@ -47,10 +53,37 @@ def check_timeout(timeout_s: float) -> None:
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
         message = (
-            f"UlyssesCommunicator: timeout_s={timeout_s!r} must be a number of seconds above 0, "
-            f"and at most {MAX_TIMEOUT_S:g}"
+            f"UlyssesCommunicator: timeout_s={shown(timeout_s)} must be a number of seconds above "
+            f"0, and at most {MAX_TIMEOUT_S:g}"
         )
         raise ValueError(message)
+
+
+def check_name(name: str | None) -> None:
+    """Checked before the first meeting, which bears it.
+
+    Raises:
+        ValueError: it is no text, or an empty one.
+    """
+    if name is not None and (not isinstance(name, str) or not name):
+        message = (
+            f"UlyssesCommunicator: name={shown(name)} must be a text that is not empty, or None"
+        )
+        raise ValueError(message)
+
+
+def folder_of(dump_dir: Path | str | None) -> Path | None:
+    """The folder for dumps.
+
+    Raises:
+        ValueError: it is no path.
+    """
+    if dump_dir is not None and not isinstance(dump_dir, str | Path):
+        message = (
+            f"UlyssesCommunicator: dump_dir={shown(dump_dir)} must be the path of a folder, or None"
+        )
+        raise ValueError(message)
+    return None if dump_dir is None else Path(dump_dir)
 
 
 def group_of(given: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
@@ -61,6 +94,12 @@ def group_of(given: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
     """
     if given is None:
         return dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(given, str):
+        message = (
+            f"UlyssesCommunicator: group={given!r} must be a ProcessGroup or a DeviceMesh of one "
+            f"dimension; the name of one is not enough"
+        )
+        raise ValueError(message)
     found: object = given
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
@@ -82,7 +121,11 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """The device with its index; the current CUDA device, or the CPU, when left out."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (TypeError, RuntimeError):
+        message = f"device={shown(device)} must be a device of torch, 'cuda:0' or 'cpu' say"
+        raise ValueError(message) from None
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -14,6 +14,8 @@ from .communicator import UlyssesCommunicator
 from .exchange import check_source
 from .functional import FUNCTIONAL_NAMES
 from .heads import share_heads
+from .kinds import check_callable, check_kind, check_sizes, check_tensors, shown
+from .names import check_communicator
 from .plan import as_tuple, checked_splits, layout_of_source
 from .values_first import (
     AttentionKernel,
@@ -83,6 +85,12 @@ def reserve_attention(
     Splits are those of :func:`ulysses_attention`. Collective; see :func:`ulysses_ops.reserve` for
     what it raises.
     """
+    check_communicator("reserve_attention", comm)
+    for name, shape in (("q_shape", q_shape), ("kv_shape", kv_shape)):
+        check_sizes("reserve_attention", name, shape, "four whole numbers, (B, S_local, H, D)")
+        if shape is None or len(shape) != 4:
+            message = f"reserve_attention: {name}={shape} must be (B, S_local, H, D)"
+            raise ValueError(message)
     options = {"seq_splits": seq_splits, "head_splits": head_splits}
     specs = qkv_specs(comm, q_shape, kv_shape, dtype, **options)
     return AttentionWindows(*reserve(comm, [*specs, *out_specs(specs[2])]))
@@ -162,10 +170,16 @@ def ulysses_attention(
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     check_qkv("ulysses_attention", q, k, v)
+    check_communicator("ulysses_attention", comm)
+    check_callable("ulysses_attention", "attention", attention, "a function of q, k and v")
+    for name, splits in (("seq_splits", seq_splits), ("head_splits", head_splits)):
+        check_sizes("ulysses_attention", name, splits)
     _check_kv(q, k, v, kv, seq_splits)
     if kv == "replicated":
         return attention(q, k, v)
     if windows is not None:
+        what = "AttentionWindows, as reserve_attention() returned them, or None"
+        check_kind("ulysses_attention", "windows", windows, AttentionWindows, what)
         head_splits = _checked_windows(windows, seq_splits, head_splits)
     share = share_heads(q.shape[2], k.shape[2], comm.world_size, as_tuple(head_splits))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -193,6 +207,7 @@ def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         ValueError: shapes, dtypes or devices differ where they must not.
     """
+    check_tensors(op, q=q, k=k, v=v)
     if (
         q.dim() != 4
         or k.dim() != 4
@@ -215,7 +230,7 @@ def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_kv(q: Tensor, k: Tensor, v: Tensor, kv: str, seq_splits: Sequence[int] | None) -> None:
     if kv not in ("sharded", "replicated"):
-        message = f"ulysses_attention: kv={kv!r} must be 'sharded' or 'replicated'"
+        message = f"ulysses_attention: kv={shown(kv)} must be 'sharded' or 'replicated'"
         raise ValueError(message)
     if kv == "sharded" and seq_splits is None and q.shape[1] != k.shape[1]:
         message = (

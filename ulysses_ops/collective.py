@@ -199,6 +199,13 @@ def _exchange(
         if chunks[0].data_ptr() != place.data_ptr():
             place.copy_(chunks[0])
         return out
+    with comm.turn.of("complete"):
+        return _trade(comm, layout, prepare, name)
+
+
+def _trade(
+    comm: UlyssesCommunicator, layout: Layout, prepare: Callable[[], Prepared], name: str
+) -> Tensor:
     packed: _Packed | None = None
     failure = ""
     try:

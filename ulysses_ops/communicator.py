@@ -18,7 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._native import load_kernels
 from .agreement import Agreement, find_disagreement, group_store, join
-from .arguments import backends_of, check_arguments, check_timeout, group_of, resolve_device
+from .arguments import (
+    backends_of,
+    check_arguments,
+    check_name,
+    check_timeout,
+    folder_of,
+    group_of,
+    resolve_device,
+)
 from .copy_engine import CopyEngineGroup, SignalKind
 from .eligibility import Decision, Request, decide, decide_without_ce
 from .errors import AgreementError, PeerTimeoutError, TopologyError, UlyssesError
@@ -26,6 +34,7 @@ from .lifetime import Resource, State, finalise, sweep
 from .mapping import MAPPING_KINDS, MappingKind
 from .post_mortem import PostMortem
 from .topology import Topology, probe
+from .turn import Turn
 
 R = TypeVar("R", bound=Resource)
 
@@ -54,6 +63,7 @@ class UlyssesCommunicator:
         max_windows: Windows that are cached at most.
         announce: Called with each exchange before this rank issues it, while the ranks line up for
             a capture; ``None`` otherwise.
+        turn: Calls of one thread at a time.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class UlyssesCommunicator:
         name: str | None = None,
         max_windows: int = 12,
         timeout_s: float = 60.0,
-        dump_dir: Path | None = None,
+        dump_dir: Path | str | None = None,
         allow_shared_devices: bool = False,
     ) -> None:
         """Meet the other ranks and agree on a transport.
@@ -99,20 +109,23 @@ class UlyssesCommunicator:
         if device is None and isinstance(group, DeviceMesh):
             device = group.device_type
         group = group_of(group)
+        check_name(name)
+        check_timeout(timeout_s)
+        folder = folder_of(dump_dir)
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.name = name or ("ulysses" if group is None else group.group_name)
         self.timeout_s = timeout_s
         self.max_windows = max_windows
-        self._post_mortem = PostMortem(self.name, self.rank, self.world_size, dump_dir)
+        self._post_mortem = PostMortem(self.name, self.rank, self.world_size, folder)
         self.mapping: MappingKind | None = None
         self.announce: Callable[[str], None] | None = None
+        self.turn = Turn(self.name)
         self._state = State()
         self._pid = os.getpid()
         sweep()
         weakref.finalize(self, finalise, self._state)
-        check_timeout(timeout_s)
         self.agreement = self._join()
 
         wanted = {
@@ -343,7 +356,9 @@ class UlyssesCommunicator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close."""
+        """Close; left by an exception, tell peers that wait, or come to, that nobody will come."""
+        if error is not None and not self.closed and os.getpid() == self._pid:
+            self.agreement.part(f"{type(error).__name__}: {error}".splitlines()[0])
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesCommunicator:

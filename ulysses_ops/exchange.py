@@ -11,6 +11,8 @@ from torch import Tensor
 from .collective import CollectiveRounds
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
+from .kinds import check_kind, check_tensors
+from .names import check_communicator
 from .windows import Window, WindowCache
 
 
@@ -84,14 +86,22 @@ class Exchange:
     by an exception completes nothing: with NCCL and gloo what was sent is forgotten, with the copy
     engines it is on its way and the communicator has to be closed.
 
+    The block is one call of its thread: another thread that calls meanwhile is refused.
+
     Collective: every rank sends into the same windows in the same order.
     """
 
     def __init__(self, comm: UlyssesCommunicator) -> None:
-        """Begin with nothing sent."""
+        """Begin with nothing sent.
+
+        Raises:
+            ValueError: ``comm`` is no communicator.
+        """
+        check_communicator("Exchange", comm)
         self._comm = comm
         self._windows: list[Window] = []
         self._sources: list[Tensor] = []
+        self._has_turn = False
 
     def open(self, window: Window) -> None:
         """Let the peers write into this window's channel before this rank has anything to send.
@@ -102,10 +112,12 @@ class Exchange:
         nothing. Not for compiled code.
 
         Raises:
+            ValueError: ``window`` is none.
             UlyssesError: the communicator gave up, or another capture is under way.
 
         Collective: every rank opens the same channels at the same place among its sends.
         """
+        check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
         if self._comm.copy_engine is not None:
             try:
                 self._comm.copy_engine.open_window(window.address)
@@ -130,6 +142,10 @@ class Exchange:
             UlyssesError: that rank's share of the window is in flight already.
         """
         comm = self._comm
+        check_tensors("Exchange.send", x=x)
+        check_kind("Exchange.send", "window", window, Window, "a Window, as reserve() returned it")
+        if peer is not None:
+            check_kind("Exchange.send", "peer", peer, int, "a rank, or None")
         if x.requires_grad and torch.is_grad_enabled():
             message = (
                 f"{window.layout.direction}_into: x requires grad, and a window has no gradient; "
@@ -174,7 +190,10 @@ class Exchange:
             self._windows, self._sources = [], []
 
     def __enter__(self) -> Exchange:
-        """Return itself."""
+        """Take the communicator's turn and return itself."""
+        if not torch.compiler.is_compiling():
+            self._comm.turn.take("exchange")
+            self._has_turn = True
         return self
 
     def __exit__(
@@ -190,6 +209,9 @@ class Exchange:
         finally:  # what was not completed cannot be completed any more
             if self._windows and self._comm.copy_engine is None:
                 CollectiveRounds.of(self._comm).abandon(self._windows)
+            if self._has_turn:
+                self._has_turn = False
+                self._comm.turn.give()
 
 
 def _sentence(error: RuntimeError) -> str:

@@ -93,14 +93,16 @@ def exchange_once(
     if x.device != comm.device:
         message = f"{op}: x is on {x.device}, the communicator on {comm.device}; move it there"
         raise ValueError(message)
-    if comm.copy_engine is None:
-        agree(comm, spec)
-        announce(comm, spec.key(world_size))
-        return exchange(comm, spec.layout(world_size), x, spec.key(world_size))
-    (window,) = reserve(comm, [spec])
-    with Exchange(comm) as in_flight:
-        in_flight.send(x, window)
-    return window.tensor.clone()  # a persistent buffer must not pass as fresh: compilers reuse it
+    with comm.turn.of(op):
+        if comm.copy_engine is None:
+            agree(comm, spec)
+            announce(comm, spec.key(world_size))
+            return exchange(comm, spec.layout(world_size), x, spec.key(world_size))
+        (window,) = reserve(comm, [spec])
+        with Exchange(comm) as in_flight:
+            in_flight.send(x, window)
+        # A persistent buffer must not pass as fresh: compilers reuse it.
+        return window.tensor.clone()
 
 
 def fake(

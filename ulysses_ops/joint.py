@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .kinds import check_sizes
 from .plan import even_splits
 
 # Transformers of diffusers 0.42.1 that attend over text and image rows jointly -> whether text
@@ -74,6 +75,9 @@ class JointSequence:
     def __post_init__(self) -> None:
         """Refuse splits that are not of these rows."""
         text = self.text_splits
+        check_sizes("JointSequence", "text_rows", (self.text_rows,), "a whole number")
+        check_sizes("JointSequence", "image_splits", self.image_splits)
+        check_sizes("JointSequence", "text_splits", text)
         # Not min(): compilers do not trace it with a default, and note which one is the smallest.
         if (
             self.text_rows < 0

@@ -20,6 +20,8 @@ from .exchange import check_source
 from .functional import functional_spec
 from .heads import HeadShare, share_heads
 from .joint import JointSequence
+from .kinds import check_callable, check_kind, check_sizes
+from .names import check_communicator
 from .ops import scatter
 from .plan import Direction, as_tuple
 from .values_first import (
@@ -75,6 +77,10 @@ def ulysses_joint_attention(
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     check_qkv("ulysses_joint_attention", q, k, v)
+    check_communicator("ulysses_joint_attention", comm)
+    check_kind("ulysses_joint_attention", "joint", joint, JointSequence, "a JointSequence")
+    check_callable("ulysses_joint_attention", "attention", attention, "a function of q, k and v")
+    check_sizes("ulysses_joint_attention", "head_splits", head_splits)
     attention = with_mask("ulysses_joint_attention", comm, joint, attention, mask)
     if joint.text_splits is not None:
         options: dict[str, Any] = {"seq_splits": joint.row_splits, "head_splits": head_splits}

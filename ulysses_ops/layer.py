@@ -16,7 +16,8 @@ from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .first_stage import FirstStage
-from .layer_checks import check_inputs, check_no_autocast, check_tables
+from .kinds import shown
+from .layer_checks import check_inputs, check_no_autocast, check_parts, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .packed_weights import PackedWeights
@@ -108,10 +109,11 @@ class UlyssesAttention(nn.Module):
         """
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_parts(comm, (q, k, v, out), (num_heads, kv_heads), norm_rope, attention)
         sizes = Projections(q, k, v, out, num_heads, kv_heads)
         sizes.check(norm_rope, comm.world_size)
         if schedule != "auto" and not isinstance(schedule, Schedule):
-            message = f"UlyssesAttention: schedule={schedule!r} must be a Schedule or 'auto'"
+            message = f"UlyssesAttention: schedule={shown(schedule)} must be a Schedule or 'auto'"
             raise ValueError(message)
         self.comm = comm
         self.q, self.k, self.v, self.out = q, k, v, out
@@ -255,7 +257,7 @@ class UlyssesAttention(nn.Module):
             return projected
         schedule = self._schedule_for(x)
         qkv, outs = self._reserve(x, schedule)
-        with torch.no_grad():
+        with torch.no_grad(), self.comm.turn.of("UlyssesAttention"):
             return attend(
                 self._project(x, cos, sin, schedule, qkv),
                 self._attention,

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .kinds import check_callable, check_kind, check_tensors
+from .names import check_communicator
 from .norm_rope_checks import Rope
+from .part_norm_rope import NormRope
+
+
+def check_parts(
+    comm: object,
+    layers: tuple[object, object, object, object],
+    counts: tuple[object, object],
+    norm_rope: object,
+    attention: object,
+) -> None:
+    """Refuse what the layer cannot be built of.
+
+    Args:
+        comm: A communicator.
+        layers: Of q, k, v and out.
+        counts: H and ``H_kv``.
+        norm_rope: A NormRope.
+        attention: The kernel.
+
+    Raises:
+        ValueError: one of them is of another kind.
+    """
+    op = "UlyssesAttention"
+    check_communicator(op, comm)
+    for name, layer in zip(("q", "k", "v", "out"), layers, strict=True):
+        check_kind(op, name, layer, nn.Linear, "a torch.nn.Linear")
+    for name, count in zip(("num_heads", "num_kv_heads"), counts, strict=True):
+        check_kind(op, name, count, int, "a whole number")
+    check_kind(op, "norm_rope", norm_rope, NormRope, "a NormRope")
+    check_callable(op, "attention", attention, "a function of q, k and v")
 
 
 def check_inputs(x: Tensor, weight: Tensor, device: torch.device) -> None:
@@ -19,6 +51,7 @@ def check_inputs(x: Tensor, weight: Tensor, device: torch.device) -> None:
     Raises:
         ValueError: shape, dtype or device is wrong.
     """
+    check_tensors("UlyssesAttention", x=x)
     width = weight.shape[1]
     if x.dim() != 3 or x.shape[2] != width or 0 in x.shape:
         message = (
@@ -56,6 +89,9 @@ def check_tables(
     Raises:
         ValueError: a table is missing, of no use, of another shape or elsewhere.
     """
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None:
+            check_tensors("UlyssesAttention", **{name: table})
     given = {name: table for name, table in (("cos", cos), ("sin", sin)) if table is not None}
     if len(given) != (0 if rope == "none" else 2):
         needs = "no tables" if rope == "none" else "cos and sin"

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import group_of
 from .communicator import BY_NAME, UlyssesCommunicator
+from .kinds import check_kind
 
 
 def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicator:
@@ -28,6 +29,15 @@ def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicato
         )
         raise ValueError(message)
     return found
+
+
+def check_communicator(op: str, comm: object) -> None:
+    """Refuse what is no communicator, and the name of one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    check_kind(op, "comm", comm, UlyssesCommunicator, "a UlyssesCommunicator")
 
 
 def shared_communicator(

@@ -17,6 +17,8 @@ from typing import Literal, get_args
 
 import torch
 
+from .kinds import check_sizes, is_whole, shown
+
 Direction = Literal["scatter", "gather"]
 Shape4 = tuple[int, int, int, int]
 
@@ -130,6 +132,7 @@ def _product(shape: Sequence[int]) -> int:
 
 def as_tuple(splits: Sequence[int] | None) -> tuple[int, ...] | None:
     """Splits that can be compared and hashed."""
+    check_sizes("splits", "splits", splits)
     return None if splits is None else tuple(splits)
 
 
@@ -147,10 +150,10 @@ def even_splits(total: int, world_size: int) -> tuple[int, ...]:
     Raises:
         ValueError: ``total`` is negative, or there is no rank.
     """
-    if isinstance(total, float) or total < 0 or world_size < 1:
+    if not is_whole(total) or not is_whole(world_size) or total < 0 or world_size < 1:
         message = (
-            f"even_splits: total={total} must be a whole number >= 0 and world_size={world_size} "
-            f">= 1"
+            f"even_splits: total={shown(total)} must be a whole number >= 0 and "
+            f"world_size={shown(world_size)} one >= 1"
         )
         raise ValueError(message)
     return tuple((total + world_size - 1 - rank) // world_size for rank in range(world_size))
@@ -171,9 +174,10 @@ def checked_splits(
     op: str, what: str, splits: Sequence[int], total: int | None, world_size: int
 ) -> tuple[int, ...]:
     """Explicit splits, which must fit the rank count and, where it is known, the total."""
+    check_sizes(op, f"{what}_splits", splits)
     result = tuple(splits)
     # Not min(): a compiler would note which of them is the smallest, and compile anew for others.
-    if len(result) != world_size or any(isinstance(n, float) or n < 0 for n in result):
+    if len(result) != world_size or any(n < 0 for n in result):
         message = (
             f"{op}: {what}_splits={list(result)} must be {world_size} sizes >= 0, one for each rank"
         )
@@ -191,6 +195,7 @@ def _checked_starts(
     op: str, what: str, starts: Sequence[int], splits: Sequence[int], total: int
 ) -> tuple[int, ...] | None:
     """Explicit starts of the ranges; ``None`` where they say what the splits say already."""
+    check_sizes(op, f"{what}_starts", starts)
     result = tuple(starts)
     fit = len(result) == len(splits) and all(
         start >= 0 and start + size <= total for start, size in zip(result, splits, strict=True)
@@ -318,11 +323,9 @@ def layout_of_global(
     if direction not in get_args(Direction):
         message = f"{op}: direction={direction!r} must be 'scatter' or 'gather'"
         raise ValueError(message)
+    check_sizes(op, "shape", shape, "four whole numbers, (B, S_global, H, D)")
     if len(shape) != 4 or min(shape) < 0:
         message = f"{op}: shape must be (B, S_global, H, D), got {list(shape)}"
-        raise ValueError(message)
-    if any(isinstance(size, float) for size in shape):
-        message = f"{op}: shape {list(shape)} must be whole numbers"
         raise ValueError(message)
     batch, seq_global, heads, head_dim = (int(size) for size in shape)
 

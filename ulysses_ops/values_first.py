@@ -74,6 +74,19 @@ def attend_in_windows(
 
     Collective; see :func:`ulysses_ops.ulysses_attention`.
     """
+    with comm.turn.of("attention"):  # until nothing reads the windows any more
+        return _in_windows(comm, producers, windows, share, attention, replicated, copy_out)
+
+
+def _in_windows(
+    comm: UlyssesCommunicator,
+    producers: Producers,
+    windows: AttentionWindows,
+    share: HeadShare,
+    attention: AttentionKernel,
+    replicated: JointSequence | None,
+    copy_out: bool,
+) -> Tensor:
     inputs = (windows.v, windows.k, windows.q)
     with Exchange(comm) as exchange:
         for produce, window in zip(producers, inputs, strict=True):

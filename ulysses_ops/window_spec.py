@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from .kinds import check_kind, check_sizes, shown
 from .plan import Direction, Layout, layout_of_global
 
 
@@ -41,12 +42,16 @@ class WindowSpec:
 
     def __post_init__(self) -> None:
         """Take lists too, and refuse what no rank could allocate."""
+        check_kind("WindowSpec", "name", self.name, str, "a text")
+        check_kind("WindowSpec", "channel", self.channel or "", str, "a text, or None")
+        check_sizes("WindowSpec", "shape", self.shape, "four whole numbers, (B, S_global, H, D)")
         for name in ("shape", "seq_splits", "head_splits", "seq_starts", "head_starts"):
             value = getattr(self, name)
+            check_sizes("WindowSpec", name, value)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
         if not isinstance(self.dtype, torch.dtype):
-            message = f"WindowSpec: dtype={self.dtype!r} must be a torch.dtype"
+            message = f"WindowSpec: dtype={shown(self.dtype)} must be a torch.dtype"
             raise ValueError(message)
 
     @classmethod

@@ -19,7 +19,9 @@ from torch import Tensor
 from .agreement import find_disagreement
 from .communicator import UlyssesCommunicator
 from .errors import AgreementError, UlyssesError
+from .kinds import check_kind, shown
 from .mapping import SharedMemory, allocate
+from .names import check_communicator
 from .plan import Layout
 from .window_spec import WindowSpec
 
@@ -178,14 +180,21 @@ def reserve(comm: UlyssesCommunicator, specs: Sequence[WindowSpec]) -> list[Wind
         UlyssesError: closed; inside a capture; out of memory on some rank; or all windows are
         pinned.
     """
+    check_communicator("reserve", comm)
+    if isinstance(specs, WindowSpec | str) or not hasattr(specs, "__iter__"):
+        message = f"reserve: specs={shown(specs)} must be a list of WindowSpec"
+        raise ValueError(message)
+    for spec in specs:
+        check_kind("reserve", "each of specs", spec, WindowSpec, "a WindowSpec")
     comm.check_open("reserve")
     cache = WindowCache.of(comm)
     keys = [spec.key(comm.world_size) for spec in specs]
     missing = [key for key in dict.fromkeys(keys) if cache.find(key) is None]
     if missing:
         _refuse_capture_and_fakes(comm, missing)
-        _make_room(comm, cache, keys, missing)
-        with torch.inference_mode(False):  # a window outlives the mode that it is first used in
+        # A window outlives the mode that it is first used in.
+        with comm.turn.of("reserve"), torch.inference_mode(False):
+            _make_room(comm, cache, keys, missing)
             for key in missing:
                 _allocate_window(comm, cache, specs[keys.index(key)], key)
     found = [cache.find(key) for key in keys]

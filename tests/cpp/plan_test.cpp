@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 
@@ -149,6 +150,15 @@ void check_parts(const Layout& layout) {
   }
 }
 
+bool is_refused(const Layout& layout) {
+  try {
+    check_layout(layout);
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
 void check_order_and_refusals() {
   const Layout layout{Direction::kScatter, 1, 8, 2, {4, 4, 4, 4}, {2, 2, 2, 2}};
   const auto copies = plan_copies(layout, 2, {256, 64, 8, 1});
@@ -167,24 +177,10 @@ void check_order_and_refusals() {
   expect(!is_pitched(shape, {192, 48, 16, 2}), "last stride 2");
   expect(is_pitched({1, 4, 3, 8}, {0, 24, 8, 1}), "the stride of a size-1 dimension means nothing");
   expect(is_pitched({2, 4, 1, 8}, {32, 8, 0, 1}), "one head with stride 0");
-  bool refused = false;
-  try {
-    check_layout(Layout{Direction::kGather, 1, 8, 2, {4, -4}, {2, 2}});
-  } catch (const std::invalid_argument&) {
-    refused = true;
-  }
-  expect(refused, "a negative split is refused");
+  expect(is_refused({Direction::kGather, 1, 8, 2, {4, -4}, {2, 2}}), "a negative split is refused");
 }
 
 void check_starts_refused() {
-  const auto is_refused = [](const Layout& layout) {
-    try {
-      check_layout(layout);
-    } catch (const std::invalid_argument&) {
-      return true;
-    }
-    return false;
-  };
   const Layout cut{Direction::kScatter, 1, 8, 2, {4, 4}, {2, 2}, {}, {0, 1}, 0, 3};
   expect(!is_refused(cut), "ranges may overlap where a source is cut");
   const Layout placed{Direction::kGather, 1, 8, 2, {4, 4}, {2, 2}, {}, {0, 1}, 0, 3};
@@ -202,6 +198,41 @@ void check_large() {
              copies[0].src_slice_pitch == rows * 48 * 128 * 2 &&
              copies[0].dst_slice_pitch == 2 * rows * 24 * 128 * 2,
          "offsets beyond 2^32 bytes are whole");
+}
+
+// Sizes that only a broken or hostile caller gives: their sums and products wrap round in 64 bits,
+// and what has wrapped round looks small. Built with -ftrapv or a sanitizer, this also shows that
+// none is ever added up or multiplied.
+void check_hostile() {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kBig = int64_t{1} << 62;
+  const auto scatter = Direction::kScatter;
+  const auto gather = Direction::kGather;
+  expect(is_refused({scatter, 1, 8, 2, {4, 4}, {2, 2}, {0, kMost}, {}, 8, 0}),
+         "a start whose range wraps round");
+  expect(is_refused({gather, 1, 8, 2, {4, 4}, {2, kMost}, {}, {0, 1}, 0, kMost}),
+         "a range that wraps round behind its start");
+  expect(is_refused({scatter, 1, 8, 2, {4, 4}, {2, 2}, {0, 4}, {}, kLeast, 0}),
+         "a total from which nothing can be taken");
+  expect(is_refused({scatter, 1, 8, 2, {kBig, kBig}, {2, 2}}), "rows that add up to 2^63");
+  expect(is_refused({gather, 1, 8, 2, {4, 4}, {kMost, 3}}), "heads that wrap round to 2^63 + 2");
+  expect(is_refused({scatter, kBig, 8, 2, {4, 4}, {2, 2}}), "a product of 2^62 batches");
+  expect(is_refused({scatter, int64_t{1} << 32, int64_t{1} << 32, 2, {4, 4}, {2, 2}}),
+         "a product that wraps round to 0");
+  expect(is_refused({scatter, 0, kBig, 2, {4, 4}, {2, 2}}), "an empty one whose rows are too long");
+  expect(is_refused({scatter, 1, 8, 17, {4, 4}, {2, 2}}), "an element that torch does not have");
+  expect(!is_refused({scatter, 1, 1, 1, {kMost - 4, 4}, {1, 0}}), "the most that there can be");
+  expect(!is_refused({scatter, 1, 8, 2, {4, 4}, {2, 2}, {0, 4}, {}, 8, 0}), "and starts that fit");
+
+  const std::array<int64_t, 4> shape{2, 4, 3, 8};
+  expect(!is_pitched(shape, {kMost, 24, 8, 1}), "a batch further away than offsets reach");
+  expect(!is_pitched(shape, {kBig, 24, 8, 1}), "a batch whose end wraps round");
+  expect(!is_pitched(shape, {96, kBig, 8, 1}), "a row whose end wraps round to 0");
+  expect(!is_pitched({1, 4, 3, 8}, {0, kBig, 8, 1}), "likewise, beside a size-1 dimension");
+  expect(!is_pitched(shape, {kLeast, 24, 8, 1}), "a negative stride");
+  expect(!is_pitched({kBig, 4, 1, 1}, {1, kBig, 1, 1}), "a shape whose product wraps round to 0");
+  expect(is_pitched({0, kBig, kBig, 8}, {kMost, kMost, kMost, 2}), "nothing at all");
 }
 
 }  // namespace
@@ -235,6 +266,7 @@ int main() {
   check_order_and_refusals();
   check_starts_refused();
   check_large();
+  check_hostile();
   std::printf("plan_test: %s\n", failures == 0 ? "passed" : "FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

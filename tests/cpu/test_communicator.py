@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
     ),
     "not eligible": ([{"transport": "ce"}] * 2, TopologyError, "'ce' needs CUDA devices"),
     "devices differ": ([{}, {"device": "meta"}], TopologyError, "cpu on rank 0, meta on rank 1"),
-    "no such device": ([{}, {"device": "nonsense"}], ValueError, "rank 1: RuntimeError"),
+    "no such device": ([{}, {"device": "nonsense"}], ValueError, "rank 1: ValueError: device="),
 }
 
 

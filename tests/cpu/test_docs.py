@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ulysses_ops.tools.api_page import page
+from ulysses_ops.tools.readme_tables import MARKED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -219,3 +220,22 @@ def test_the_api_page_is_current() -> None:
     assert (ROOT / "docs/api.md").read_text() == page(), (
         "docs/api.md is out of date: python -m ulysses_ops.tools.api_page"
     )
+
+
+FIGURE = re.compile(r"\d[\d,.]* ?(us|ms|GB/s|TFLOP/s|microseconds)\b")
+
+
+def figures_of(text: str) -> list[str]:
+    """Lines that quote a time or a rate, outside the tables that tools make from results."""
+    return [line for line in MARKED.sub("", text).splitlines() if FIGURE.search(line)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_figure_is_quoted_that_no_tool_has_written(path: Path) -> None:
+    """Design notes, a folder further down, may tell what was tried."""
+    assert figures_of(path.read_text()) == []
+
+
+def test_control_a_quoted_figure_is_seen() -> None:
+    assert figures_of("It takes 5.2 us.") == ["It takes 5.2 us."]
+    assert figures_of("<!-- table:costs -->\n| 5.2 us |\n<!-- /table -->\n") == []

@@ -223,3 +223,14 @@ def test_an_injector_strikes_once_and_only_while_its_seams_are_in_place() -> Non
     assert injector.struck
     assert torch.empty is empty
     assert [moment.ordinal for moment in injector.moments] == [0, 0, 1, 2]
+
+
+def test_no_cell_begins_behind_the_time_limit() -> None:
+    other = Fault("stopped", EXCHANGE)
+    assert run_matrix(SETTING, [LATE, other], time_limit_s=0.0) == []
+    begun: list[str] = []
+    cells = run_matrix(
+        SETTING, [LATE, other], time_limit_s=0.2, on_cell=lambda cell: begun.append(cell.fault)
+    )
+    assert [cell.outcome for cell in cells] == ["right"]
+    assert begun == ["late"]

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # From left to right. A module imports only from its left.
 ORDER = (
     "errors",
+    "kinds",
+    "turn",
     "_native",
     "facts",
     "asking",

@@ -48,21 +48,33 @@ def captured_copy(comm: UlyssesCommunicator, window: Window, pause_ms: float = 0
 
 
 def replay_with_skew(rank: int, world_size: int, is_faulty: bool) -> int:
-    """50 replays with changing data; each time the other rank comes 20 ms late. No host barrier."""
+    """50 replays with changing data; each time the other rank comes 20 ms late. No host barrier.
+
+    In the graph of rank 1 the second window's part leaves 20 ms behind the first's, with which both
+    ranks have opened: a rank that does not wait for it reads what the replay before has left.
+    """
     with communicator() as comm:
         window = one_window(comm, SHAPE)
-        if is_faulty:
-            with fault(comm, NO_WAIT):
-                step = captured_copy(comm, window)
-        else:
-            step = captured_copy(comm, window)
+        second = one_window(comm, SHAPE, name="second", channel=window.channel)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x.clone()
+            with Exchange(comm) as exchange:
+                exchange.send(x, window)
+                if rank == 1:
+                    delay(20)
+                exchange.send(y, second)
+            return window.tensor.clone(), second.tensor.clone()
+
+        with fault(comm, NO_WAIT if is_faulty else 0):
+            captured = capture_step(comm, step, [filled(window, rank, 0)])
         settle()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for number in range(1, 51):
             if number % 2 != rank:
                 delay(20)
-            got = step.replay(filled(window, rank, number))
-            wrong += (got != expected(window, number)).sum()
+            for got in captured.replay(filled(window, rank, number)):
+                wrong += (got != expected(window, number)).sum()
         settle()
         return int(wrong)
 

@@ -7,6 +7,7 @@ ones, and of this round's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 from ulysses_ops import (
     PEERS_FIRST,
     PLAIN,
+    Exchange,
     NormRope,
     Schedule,
     UlyssesAttention,
     UlyssesCommunicator,
+    Window,
     sdpa,
 )
 from ulysses_ops.fused_projection import FusedKernel
@@ -161,11 +164,27 @@ def wrong_elements(layer: Layer, comm: UlyssesCommunicator, got: Tensor, number:
     return (got != rows_of(shifted.expected(), comm)).sum()
 
 
+class HesitantExchange(Exchange):
+    """On rank 1, all that it sends but the first leaves 5 ms late: with that, both have opened."""
+
+    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
+        if self._comm.rank == 1 and self._sources:
+            delay(5)
+        super().send(x, window, peer=peer)
+
+
 def replays(rank: int, world_size: int, schedule: Schedule, is_faulty: bool) -> int:
-    """50 replays with changing inputs; each time the other rank comes late. No host barrier."""
+    """50 replays with changing inputs; each time the other rank comes late. No host barrier.
+
+    And in each, rank 1 sends K and Q late, so that a rank that does not wait reads those of the
+    replay before.
+    """
     layer = layer_of(world_size, rows=64, with_bias=True).on("cuda")
     x = layer.inputs(rank, world_size)[0]
-    with communicator() as comm:
+    hesitant = mock.patch.object(
+        UlyssesAttention, "begin_exchange", lambda module: HesitantExchange(module.comm)
+    )
+    with communicator() as comm, hesitant:
         module = layer.sharded(comm, schedule=schedule)
         module(x)  # reserves windows, with both halves of the handshake
         settle()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from on_gpu import communicator, filled, one_window, send, settle
+from on_gpu import communicator, expected, filled, one_window, send, settle
 from rank_pool import RankPool, on_gpus
 from torch import Tensor
 
@@ -197,6 +198,45 @@ def test_blocking_launches() -> None:
     env = {"CUDA_LAUNCH_BLOCKING": "1"}
     with on_gpus(2, env) as pool:
         pool.run(blocking_loop, timeout_s=60)
+
+
+def beside_another_thread(rank: int, world_size: int) -> list[str]:
+    """While a thread is in a call, another may neither replay nor send; afterwards it may."""
+    messages = []
+    with communicator() as comm:
+        window = one_window(comm, SHAPE)
+        step = capture_step(
+            comm, lambda x: send(comm, window, x).clone(), [filled(window, rank, 0)]
+        )
+        settle()
+        is_in, may_leave = threading.Event(), threading.Event()
+
+        def call() -> None:
+            with comm.turn.of("test"):
+                is_in.set()
+                may_leave.wait(20.0)
+
+        thread = threading.Thread(target=call, name="first")
+        thread.start()
+        assert is_in.wait(20.0)
+        x = filled(window, rank, 1)
+        for second in (lambda: step.replay(x), lambda: send(comm, window, x)):
+            with pytest.raises(UlyssesError) as refused:
+                second()
+            messages.append(str(refused.value))
+        may_leave.set()
+        thread.join()
+        assert torch.equal(step.replay(x), expected(window, 1))
+        comm.synchronize()
+        settle()
+    return messages
+
+
+def test_a_replay_beside_another_thread_is_refused(pair: RankPool) -> None:
+    for messages in pair.run(beside_another_thread):
+        assert len(messages) == 2
+        for message in messages:
+            assert "is in use by thread 'first' at this moment" in message
 
 
 def asserting(rank: int, world_size: int) -> list[str]:

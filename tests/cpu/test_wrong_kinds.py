@@ -1,0 +1,173 @@
+"""Arguments of a wrong type: one sentence with call, value and remedy, before any rank waits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+import ulysses_ops as u
+from ulysses_ops.graphs import GraphCache, capture_step
+from ulysses_ops.kinds import shown
+
+X = torch.zeros(1, 4, 4, 8)
+SHAPE = (1, 4, 4, 8)
+Q = nn.Linear(8, 8)
+F32 = torch.float32
+
+
+def anything(value: object) -> Any:
+    """What a checker of types would have found."""
+    return value
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[u.UlyssesCommunicator]:
+    with u.UlyssesCommunicator(device="cpu", name="kinds") as comm:
+        yield comm
+
+
+def layer(comm: Any, **wrong: Any) -> u.UlyssesAttention:
+    return u.UlyssesAttention(comm, **{"q": Q, "k": Q, "v": Q, "out": Q, "num_heads": 2, **wrong})
+
+
+def constructed(**wrong: Any) -> None:
+    u.UlyssesCommunicator(**{"device": "cpu", "name": "wrong", **wrong})
+
+
+def spec(**wrong: Any) -> u.WindowSpec:
+    usual = {"name": "a", "direction": "scatter", "shape": SHAPE, "dtype": F32}
+    return u.WindowSpec(**{**usual, **wrong})
+
+
+Call = Callable[[u.UlyssesCommunicator], object]
+CONSTRUCTED: dict[str, Call] = {
+    "UlyssesCommunicator: name=3 must": lambda comm: constructed(name=3),
+    "UlyssesCommunicator: name='' must": lambda comm: constructed(name=""),
+    "UlyssesCommunicator: dump_dir=3 must": lambda comm: constructed(dump_dir=3),
+    "UlyssesCommunicator: timeout_s='3' must": lambda comm: constructed(timeout_s="3"),
+    "UlyssesCommunicator: timeout_s=None must": lambda comm: constructed(timeout_s=None),
+    "UlyssesCommunicator: timeout_s=True must": lambda comm: constructed(timeout_s=True),
+    "UlyssesCommunicator: timeout_s=a value of type Tensor must": lambda comm: constructed(
+        timeout_s=torch.ones(())
+    ),
+    "UlyssesCommunicator: group='g' must": lambda comm: constructed(group="g"),
+    "device=3.5 must": lambda comm: constructed(device=3.5),
+    "device='gpu' must": lambda comm: constructed(device="gpu"),
+    "transport=3 must": lambda comm: constructed(transport=3),
+    "mapping=a value of type list must": lambda comm: constructed(mapping=[]),
+    "max_windows='3' must": lambda comm: constructed(max_windows="3"),
+    "max_windows=True must": lambda comm: constructed(max_windows=True),
+    "allow_shared_devices=a value of type object must": lambda comm: constructed(
+        allow_shared_devices=object()
+    ),
+    "UlyssesCommunicator: timeout_s='1' must": lambda comm: comm.set_timeout(anything("1")),
+}
+CALLED: dict[str, Call] = {
+    "reserve: specs=a value of type WindowSpec": lambda comm: u.reserve(comm, anything(spec())),
+    "reserve: each of specs='w' must": lambda comm: u.reserve(comm, anything(["w"])),
+    "reserve: specs=None must": lambda comm: u.reserve(comm, anything(None)),
+    "reserve: comm='kinds' must": lambda comm: u.reserve(anything("kinds"), []),
+    "WindowSpec: name=3 must": lambda comm: spec(name=3),
+    "reserve: direction=3 must": lambda comm: u.reserve(comm, [spec(direction=3)]),
+    "WindowSpec: shape=4 must": lambda comm: spec(shape=4),
+    "WindowSpec: shape holds '1' and must": lambda comm: spec(shape=("1", 2, 3, 4)),
+    "WindowSpec: dtype='f' must": lambda comm: spec(dtype="f"),
+    "WindowSpec: channel=3 must": lambda comm: spec(channel=3),
+    "WindowSpec: seq_splits holds '4' and must": lambda comm: spec(seq_splits=("4",)),
+    "WindowSpec: head_splits=4 must": lambda comm: spec(head_splits=4),
+    "scatter: comm='kinds' must": lambda comm: u.scatter(X, anything("kinds")),
+    "gather: comm=None must": lambda comm: u.gather(X, anything(None)),
+    "all_gather: comm=3 must": lambda comm: u.all_gather(X, anything(3)),
+    "Exchange: comm='kinds' must": lambda comm: u.Exchange(anything("kinds")),
+    "Exchange.send: x=a value of type list must": lambda comm: u.Exchange(comm).send(
+        anything([1]), u.reserve(comm, [spec()])[0]
+    ),
+    "Exchange.send: window=a value of type Tensor must": lambda comm: u.Exchange(comm).send(
+        X, anything(X)
+    ),
+    "Exchange.open: window='w' must": lambda comm: u.Exchange(comm).open(anything("w")),
+    "Exchange.send: peer='0' must": lambda comm: u.Exchange(comm).send(
+        X, u.reserve(comm, [spec()])[0], peer=anything("0")
+    ),
+    "ulysses_attention: k=None must": lambda comm: u.ulysses_attention(X, anything(None), X, comm),
+    "ulysses_attention: comm='kinds' must": lambda comm: u.ulysses_attention(
+        X, X, X, anything("kinds")
+    ),
+    "ulysses_attention: attention='sdpa' must": lambda comm: u.ulysses_attention(
+        X, X, X, comm, attention=anything("sdpa")
+    ),
+    "ulysses_attention: windows=a value of type list must": lambda comm: u.ulysses_attention(
+        X, X, X, comm, windows=anything([])
+    ),
+    "ulysses_attention: seq_splits=4 must": lambda comm: u.ulysses_attention(
+        X, X, X, comm, seq_splits=anything(4)
+    ),
+    "ulysses_attention: head_splits holds 4.0 and must": lambda comm: u.ulysses_attention(
+        X, X, X, comm, head_splits=anything([4.0])
+    ),
+    "reserve_attention: q_shape=3 must": lambda comm: u.reserve_attention(
+        comm, anything(3), SHAPE, F32
+    ),
+    "ulysses_joint_attention: joint=3 must": lambda comm: u.ulysses_joint_attention(
+        X, X, X, comm, joint=anything(3)
+    ),
+    "JointSequence: text_rows holds '1' and must": lambda comm: u.JointSequence(
+        anything("1"), (2,)
+    ),
+    "even_splits: total='8' must": lambda comm: u.even_splits(anything("8"), 2),
+    "capture_step: comm='kinds' must": lambda comm: capture_step(anything("kinds"), len, [X]),
+    "capture_step: step=3 must": lambda comm: capture_step(comm, anything(3), [X]),
+    "GraphCache: comm='kinds' must": lambda comm: GraphCache(anything("kinds"), len),
+    "GraphCache: max_graphs='3' must": lambda comm: GraphCache(comm, len, max_graphs=anything("3")),
+    "UlyssesAttention: comm='kinds' must": lambda comm: layer("kinds"),
+    "UlyssesAttention: num_heads='2' must": lambda comm: layer(comm, num_heads="2"),
+    "UlyssesAttention: out=3 must": lambda comm: layer(comm, out=3),
+    "UlyssesAttention: x=a value of type list must": lambda comm: layer(comm)([1]),
+}
+
+
+@pytest.mark.parametrize("sentence", [*CONSTRUCTED, *CALLED])
+def test_what_is_of_a_wrong_type_is_refused(comm: u.UlyssesCommunicator, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
+        {**CONSTRUCTED, **CALLED}[sentence](comm)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_folder_may_be_given_as_text(tmp_path: Path) -> None:
+    with u.UlyssesCommunicator(device="cpu", name="dumps", dump_dir=str(tmp_path)) as comm:
+        comm.check()
+
+
+def test_long_values_are_cut() -> None:
+    assert shown("a" * 1000) == f"'{'a' * 79}..."
+    assert shown(X) == "a value of type Tensor"
+
+
+def one_of_two(rank: int, world_size: int) -> list[str]:
+    """Rank 1 alone is wrong: at construction both hear it, at a call it goes on by itself."""
+    texts = []
+    for wrong in ({"allow_shared_devices": "no"}, {"max_windows": None}):
+        with pytest.raises(ValueError, match="UlyssesCommunicator: rank 1: ") as refused:
+            constructed(**(wrong if rank else {}), timeout_s=20.0)
+        texts.append(str(refused.value))
+    with u.UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm:
+        if rank:
+            with pytest.raises(ValueError, match="reserve: specs='w' must be a list"):
+                u.reserve(comm, anything("w"))
+        got = u.scatter(X + rank, comm)
+        assert torch.equal(got, torch.cat([X[:, :, :2] + 0, X[:, :, :2] + 1], dim=1))
+    return texts
+
+
+def test_one_rank_that_is_wrong(ranks: Callable[[int], RankPool]) -> None:
+    one, other = ranks(2).run(one_of_two, timeout_s=30)
+    assert one == other
+    assert "allow_shared_devices='no' must be True or False" in one[0]
+    assert "max_windows=None must be a whole number" in one[1]

@@ -1,0 +1,81 @@
+"""Arguments of a wrong kind: refused in one sentence, before anything is done with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+PLAIN = (str, bytes, bool, int, float, type(None))
+
+
+def shown(value: object) -> str:
+    """The value, where it is short and says something; else what it is."""
+    text = repr(value) if isinstance(value, PLAIN) else f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def check_kind(op: str, name: str, value: object, kind: type[Any], what: str) -> None:
+    """Refuse what is of another type.
+
+    Args:
+        op: Name for the message.
+        name: Of the argument.
+        value: What was given.
+        kind: The type; a bool is no whole number.
+        what: The type in words.
+
+    Raises:
+        ValueError: it is.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        message = f"{op}: {name}={shown(value)} must be {what}"
+        raise ValueError(message)
+
+
+def check_tensors(op: str, **tensors: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        ValueError: the first that is none, by name.
+    """
+    for name, value in tensors.items():
+        check_kind(op, name, value, Tensor, "a tensor")
+
+
+def check_callable(op: str, name: str, value: object, what: str) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not callable(value):
+        message = f"{op}: {name}={shown(value)} must be {what}"
+        raise ValueError(message)
+
+
+def check_sizes(op: str, name: str, value: object, what: str = "sizes, one for each rank") -> None:
+    """Refuse what is no sequence of whole numbers; ``None`` is left out and passes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if value is None:
+        return
+    is_sequence = isinstance(value, list | tuple) or (
+        hasattr(value, "__iter__") and not isinstance(value, str | bytes)
+    )
+    if not is_sequence:
+        message = f"{op}: {name}={shown(value)} must be {what}"
+        raise ValueError(message)
+    for entry in value:  # type: ignore[attr-defined]
+        if not is_whole(entry):
+            message = f"{op}: {name} holds {shown(entry)} and must be {what}"
+            raise ValueError(message)
+
+
+def is_whole(value: object) -> bool:
+    """Whether this is a whole number: of Python, of NumPy, or the symbol of a compiler for one."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+    )
