@@ -20,7 +20,7 @@ from ulysses_ops.tools.replays import PARTING_S
 from ulysses_ops.tools.report import NO_TIME, Report, ResumeFrom, describe_transport
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_bench import StepBench, share_model
-from ulysses_ops.tools.step_cases import StepCase
+from ulysses_ops.tools.step_cases import StepCase, described
 from ulysses_ops.tools.step_loop import generation_rows
 from ulysses_ops.tools.step_memory import WINDOWS_PER_SHAPE, memory_rows
 from ulysses_ops.tools.step_rows import OP, STEPS, StepSite, open_bench, step_rows
@@ -31,6 +31,7 @@ from ulysses_ops.tools.timing import Effort
 SECTION = "step"
 # Parts of a model, and their part of the time.
 WEIGHTS = {"step": 5.0, "generation": 1.5, "graphs": 2.0, "launches": 1.5}
+OF_SIZE = ("step", "launches")  # parts that are of the size that is timed
 MIN_ROUNDS = 5
 BATCHES = 5.0  # times the batch of other sections: steps are long
 
@@ -85,7 +86,9 @@ def run_step_job(context: RankContext, job: StepJob, report: Report) -> None:
 
 
 def _section(part: str, case: StepCase) -> str:
-    return f"{part}/{case.model.key}"
+    """Name of a part; what is timed at another size than the model's own is another section."""
+    is_own = part not in OF_SIZE or case.resolution == case.resolutions[0]
+    return f"{part}/{case.model.key}" + ("" if is_own else f"/{described(case.resolution)}")
 
 
 def _import_diffusers() -> bool:

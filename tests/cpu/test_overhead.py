@@ -35,6 +35,7 @@ from ulysses_ops.tools.results import Row, rows_to_json
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.spin_kernel import SOURCE
 from ulysses_ops.tools.step_cases import select_cases
+from ulysses_ops.tools.step_job import _section
 from ulysses_ops.tools.timing import Effort, Summary
 
 LAUNCH = Launch(2, "cpu", 0, 90.0, 60.0)
@@ -273,6 +274,13 @@ def test_a_step_of_another_size_is_timed_and_the_rest_stays() -> None:
     assert short.resolutions == usual.resolutions
     assert short.loop_resolution == usual.loop_resolution
     assert "256x128, 17 frames" in short.shape(short.resolution).title
+    names = [_section(part, case) for case in (usual, short) for part in ("step", "graphs")]
+    assert names == [
+        "step/wan-14b",
+        "graphs/wan-14b",
+        "step/wan-14b/256x128, 17 frames",  # a resumed run does not take one for the other
+        "graphs/wan-14b",
+    ]
     for size in ("256", "250x256", "256x256x16", "0x16", "axb", "16x16x1x1"):
         with pytest.raises(ValueError, match="size: "):
             select_cases("wan-14b", None, size)
