@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +16,25 @@ MEMORY_SLACK = 32 << 20  # bytes that CUDA itself may keep
 
 @dataclass(frozen=True)
 class Held:
-    """Numbers at one moment; ``gpu_bytes`` is what is in use on the device, by whomever."""
+    """What there is at one moment.
 
-    files: int
+    Attributes:
+        files: What each open file is: a path, or its kind.
+        threads: Threads that Python knows.
+        gpu_bytes: What is in use on the device, by whomever.
+    """
+
+    files: tuple[str, ...]
     threads: int
     gpu_bytes: int
 
     def leaks(self, before: Held) -> list[str]:
         """What there is more of than before, as words; empty when nothing is."""
         leaks = []
-        if self.files > before.files:
-            leaks.append(f"{self.files - before.files} open files")
+        if len(self.files) > len(before.files):
+            more = Counter(self.files) - Counter(before.files)
+            count = len(self.files) - len(before.files)
+            leaks.append(f"{count} open files ({', '.join(sorted(more.elements()))})")
         if self.threads > before.threads:
             leaks.append(f"{self.threads - before.threads} threads")
         if self.gpu_bytes > before.gpu_bytes + MEMORY_SLACK:
@@ -47,5 +57,14 @@ def read_held(device: torch.device, *, others_too: bool = False) -> Held:
     if device.type == "cuda" and not others_too:
         free, total = torch.cuda.mem_get_info(device)
         gpu_bytes = total - free
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    files = tuple(filter(None, map(_name_of, Path("/proc/self/fd").iterdir())))
     return Held(files, threading.active_count(), gpu_bytes)
+
+
+def _name_of(descriptor: Path) -> str:
+    """Empty where it is closed by now: the one that lists them is."""
+    try:
+        target = os.readlink(descriptor)
+    except OSError:
+        return ""
+    return target.partition(":[")[0]  # sockets and pipes have numbers

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from recorded import MACHINE
 from typer.testing import CliRunner
 
 from ulysses_ops.tools import soak
-from ulysses_ops.tools.held import MEMORY_SLACK, Held
+from ulysses_ops.tools.held import MEMORY_SLACK, Held, read_held
 from ulysses_ops.tools.results import write_results
 
 pytestmark = pytest.mark.long
@@ -62,8 +64,21 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_what_there_is_more_of_is_a_leak() -> None:
-    before = Held(10, 3, 1 << 30)
-    assert Held(10, 3, (1 << 30) + MEMORY_SLACK).leaks(before) == []
-    assert Held(9, 2, 0).leaks(before) == []
-    more = Held(12, 4, (1 << 30) + MEMORY_SLACK + 1).leaks(before)
-    assert more == ["2 open files", "1 threads", f"{MEMORY_SLACK + 1} bytes of the GPU"]
+    before = Held(("socket", "a.txt"), 3, 1 << 30)
+    assert Held(("socket", "b.txt"), 3, (1 << 30) + MEMORY_SLACK).leaks(before) == []
+    assert Held(("socket",), 2, 0).leaks(before) == []
+    files = ("socket", "socket", "a.txt", "b.txt")
+    more = Held(files, 4, (1 << 30) + MEMORY_SLACK + 1).leaks(before)
+    assert more == [
+        "2 open files (b.txt, socket)",
+        "1 threads",
+        f"{MEMORY_SLACK + 1} bytes of the GPU",
+    ]
+
+
+def test_open_files_are_counted_by_name(tmp_path: Path) -> None:
+    before = read_held(torch.device("cpu"))
+    with (tmp_path / "kept").open("w") as file, socket.socket():
+        held = read_held(torch.device("cpu"))
+        assert held.leaks(before) == [f"2 open files ({file.name}, socket)"]
+    assert read_held(torch.device("cpu")).leaks(before) == []
