@@ -81,6 +81,11 @@ class Fault:
     name: FaultName
     moment: Moment
 
+    @property
+    def breaks_mapping(self) -> bool:
+        """Whether the mapping of peers' memory fails by it."""
+        return self.name == "failed rendezvous" and self.moment.kind == "mapping"
+
 
 def possible_faults(moments: list[Moment]) -> list[Fault]:
     """Every fault at every moment that it can strike."""

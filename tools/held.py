@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -28,12 +27,17 @@ class Held:
     threads: int
     gpu_bytes: int
 
-    def leaks(self, before: Held) -> list[str]:
-        """What there is more of than before, as words; empty when nothing is."""
+    def leaks(self, before: Held, excused: Counter[str] | None = None) -> list[str]:
+        """What there is more of than before, as words; empty when nothing is.
+
+        Args:
+            before: What there was.
+            excused: Files that may be there besides, how many of each name.
+        """
         leaks = []
-        if len(self.files) > len(before.files):
-            more = Counter(self.files) - Counter(before.files)
-            count = len(self.files) - len(before.files)
+        more = Counter(self.files) - Counter(before.files)
+        count = len(self.files) - len(before.files) - (more & (excused or Counter())).total()
+        if count > 0:
             leaks.append(f"{count} open files ({', '.join(sorted(more.elements()))})")
         if self.threads > before.threads:
             leaks.append(f"{self.threads - before.threads} threads")
@@ -64,7 +68,7 @@ def read_held(device: torch.device, *, others_too: bool = False) -> Held:
 def _name_of(descriptor: Path) -> str:
     """Empty where it is closed by now: the one that lists them is."""
     try:
-        target = os.readlink(descriptor)
+        target = str(descriptor.readlink())
     except OSError:
         return ""
     return target.partition(":[")[0]  # sockets and pipes have numbers

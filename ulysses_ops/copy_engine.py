@@ -32,7 +32,7 @@ class CopyEngineGroup:
         """Wrap a group that the library made; :meth:`establish` is the way to get one."""
         self.number = number
         self.signal: SignalKind = SIGNAL_KINDS[0]
-        self._words = words
+        self._words: SharedMemory | None = words
         self._rank = rank
         self._world_size = world_size
         self._closed = False
@@ -255,9 +255,10 @@ class CopyEngineGroup:
 
     def close(self) -> None:
         """Forget the group and give up its words. Local; call it when nothing is in flight."""
-        if not self._closed:
-            self.forget()
-            self._words.release()
+        self.forget()
+        words, self._words = self._words, None
+        if words is not None:
+            words.release()
 
 
 def _poll(done: Callable[[], Any], timeout_s: float) -> bool:

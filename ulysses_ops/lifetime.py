@@ -39,11 +39,13 @@ class State:
                 steps.callback(engine.close)
             for resource in self.resources.values():
                 steps.callback(resource.close)
-            if engine is not None and not engine.settle(CLOSE_TIMEOUT_S):
-                # Work is queued behind a wait that nobody ends. What it reads and writes stays.
-                steps.pop_all()
+            if engine is not None:
+                if not engine.settle(CLOSE_TIMEOUT_S):
+                    # Work is queued behind a wait that nobody ends. What it reads and writes stays.
+                    steps.pop_all()
+                    _KEPT.append(self)
+                # The watchdog, too, writes into windows: it ends before they are given back.
                 engine.forget()
-                _KEPT.append(self)
 
 
 # States whose memory is still in use by work that could not be ended; kept until the process is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def test_what_there_is_more_of_is_a_leak() -> None:
     before = Held(("socket", "a.txt"), 3, 1 << 30)
     assert Held(("socket", "b.txt"), 3, (1 << 30) + MEMORY_SLACK).leaks(before) == []
     assert Held(("socket",), 2, 0).leaks(before) == []
+    held = Held(("socket", "a.txt", "c", "c", "c"), 3, 0)
+    assert held.leaks(before, Counter(c=3)) == []
+    assert held.leaks(before, Counter(c=2)) == ["1 open files (c, c, c)"]
     files = ("socket", "socket", "a.txt", "b.txt")
     more = Held(files, 4, (1 << 30) + MEMORY_SLACK + 1).leaks(before)
     assert more == [
