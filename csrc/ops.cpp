@@ -108,14 +108,6 @@ void remove_window(int64_t number, int64_t base) {
   LockedGroup(number, "reserve")->remove_window(reinterpret_cast<const void*>(base));
 }
 
-// Begins a round on the current stream, with nothing sent yet.
-void open_window(int64_t number, int64_t base) {
-  const LockedGroup group(number, "open");
-  const cudaStream_t caller = current_stream(group->device());
-  const CaptureId capture = group->admit(caller, "open");
-  group->open(group->window(reinterpret_cast<const void*>(base), "open"), caller, capture);
-}
-
 std::string pending(int64_t number) {
   const LockedGroup group(number, "pending");
   return group->pending(capture_id(current_stream(group->device())));
@@ -243,7 +235,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
       "int "
       "head_total, int[] bases) -> ()");
   m.def("_ce_remove_window(int group, int base) -> ()");
-  m.def("_ce_open_window(int group, int base) -> ()");
   m.def("_ce_pending(int group) -> str");
   m.def("_ce_own_capture(int group) -> int");
   m.def("_ce_window_states(int group) -> int[]");
@@ -280,7 +271,6 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_run_handshakes", TORCH_BOX(&run_handshakes));
   m.impl("_ce_add_window", TORCH_BOX(&add_window));
   m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
-  m.impl("_ce_open_window", TORCH_BOX(&open_window));
   m.impl("_ce_pending", TORCH_BOX(&pending));
   m.impl("_ce_own_capture", TORCH_BOX(&own_capture));
   m.impl("_ce_window_states", TORCH_BOX(&window_states));

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ulysses_ops import NormRope, Products, Schedule, UlyssesAttention, UlyssesCommunicator
+from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.part_norm_rope import apply_norm_rope
+from ulysses_ops.schedule import QkvWeights
 
 KINDS = (
     NormRope("per_head", "interleaved"),
@@ -18,21 +19,11 @@ KINDS = (
     NormRope("none", "interleaved"),
 )
 SPLITS = ("whole", "peers", "destinations")
-APART = (Products(),)
-GROUPED = (
-    Products("paired"),
-    Products("paired", "last"),
-    Products("packed"),
-    Products(lanes=2),
-    Products("paired", lanes=2),
-    Products(opens_early=True),
-    Products(lanes=2, opens_early=True),
-)
 HEADS, KV_HEADS, HEAD_DIM, ROWS, WIDTH = 8, 4, 16, 6, 24
 
 
 def fused_and_plain(
-    comm: UlyssesCommunicator, kind: NormRope, schedule: Schedule, **options: Any
+    comm: UlyssesCommunicator, kind: NormRope, schedule: Schedule | Literal["auto"], **options: Any
 ) -> tuple[UlyssesAttention, UlyssesAttention]:
     """The same layer twice: with the kernel that it takes by itself, and with PyTorch's."""
     generator = torch.Generator().manual_seed(5)
@@ -89,11 +80,11 @@ def compare_all(
     comm: UlyssesCommunicator,
     kinds: tuple[NormRope, ...],
     batch: int,
-    products: tuple[Products, ...] = APART,
+    qkv_weights: QkvWeights = "apart",
 ) -> None:
     """Q, K and V of both, by every split, twice with other rows."""
-    for kind, split, grouped in product(kinds, SPLITS, products):
-        schedule = Schedule(split, "whole", "whole", products=grouped)  # type: ignore[arg-type]
+    for kind, split in product(kinds, SPLITS):
+        schedule = Schedule(split, "whole", "whole", qkv_weights=qkv_weights)  # type: ignore[arg-type]
         fused, plain = fused_and_plain(comm, kind, schedule)
         for seed in (1, 2):
             x, cos, sin = inputs(comm, kind, batch, seed)

@@ -45,12 +45,16 @@ def block_table(record: Record) -> str:
 
 
 def projection_table(record: Record) -> str:
-    """One shape a line, in graphs: the bare GEMMs, and what each variant is a multiple of them."""
+    """One shape a line, in graphs: the bare GEMMs, and the multiples of them that others are.
+
+    A variant that ran at no shape has no column.
+    """
     rows: dict[str, dict[str, Row]] = {}
     for row in record.rows:
         if row.op == QKV and row.mode == "graph":
             rows.setdefault(row.model, {})[str(detail(row, "variant"))] = row
-    names = [variant.name for variant in PROJECTIONS if variant.name != GEMMS]
+    ran = {name for by_variant in rows.values() for name in by_variant}
+    names = [v.name for v in PROJECTIONS if v.name in ran and v.name != GEMMS]
     lines = [
         (
             _title(by_variant[GEMMS]),

@@ -41,9 +41,6 @@ class SplitAlone(UlyssesAttention):
 class SendsNothing(Exchange):
     """An exchange in name: nothing leaves, and nothing is waited for."""
 
-    def open(self, window: Window) -> None:
-        """Do nothing."""
-
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Do nothing."""
 

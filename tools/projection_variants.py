@@ -9,7 +9,6 @@ Variants have the names of those of the block; what each does before attention t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ulysses_ops.attention import reserve_attention
 from ulysses_ops.exchange import Exchange
-from ulysses_ops.schedule import PEERS_FIRST, Products, Schedule
+from ulysses_ops.schedule import PEERS_FIRST, Schedule
 from ulysses_ops.tools.baselines import NcclScatter, PackedScatter
 from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Outputs, Run, Setting
@@ -27,15 +26,7 @@ from ulysses_ops.tools.layer_variants import SPLIT_ALONE, SplitAlone, layer_of
 QKV = "qkv"
 GEMMS = "gemms"  # what the others are a multiple of
 REPLAYED = "compute replayed as ours"  # what the replay of a captured step itself costs
-GROUPED = {
-    "peers first paired": Products("paired"),
-    "peers first paired V last": Products("paired", "last"),
-    "peers first packed": Products("packed"),
-    "peers first two lanes": Products(lanes=2),
-    "peers first paired two lanes": Products("paired", lanes=2),
-    "peers first opens early": Products(opens_early=True),
-    "peers first two lanes opens early": Products(lanes=2, opens_early=True),
-}
+PACKED = "peers first packed"
 
 
 def gemms(setting: Setting) -> Run:
@@ -71,15 +62,14 @@ def peers_first(setting: Setting) -> Run:
     return _by_layer(setting, PEERS_FIRST)
 
 
+def peers_first_packed(setting: Setting) -> Run:
+    """The same from packed weights: Q, K and V of a peer are one GEMM."""
+    return _by_layer(setting, replace(PEERS_FIRST, qkv_weights="packed"))
+
+
 def split_alone(setting: Setting) -> Run:
-    """The same with nothing sent: what splitting alone costs."""
+    """Peers first with nothing sent: what splitting alone costs."""
     return _by_layer(setting, PEERS_FIRST, SplitAlone)
-
-
-def _grouped(products: Products, kind: type[SplitAlone] | None = None) -> Callable[[Setting], Run]:
-    """Peers first, with other GEMMs or on two streams."""
-    schedule = replace(PEERS_FIRST, products=products)
-    return lambda setting: _by_layer(setting, schedule, kind)
 
 
 def naive(setting: Setting) -> Run:
@@ -123,18 +113,8 @@ PROJECTIONS = (
     BlockVariant(REPLAYED, compute_only, "none", is_ours=True, is_blind=True),
     BlockVariant(OURS, ours, "", is_ours=True),
     BlockVariant("peers first", peers_first, "", is_ours=True, compares_bits=False),
+    BlockVariant(PACKED, peers_first_packed, "", is_ours=True, compares_bits=False),
     BlockVariant(SPLIT_ALONE, split_alone, "none", is_ours=True, is_blind=True),
-    *(
-        BlockVariant(name, _grouped(products), "", is_ours=True, compares_bits=False)
-        for name, products in GROUPED.items()
-    ),
-    BlockVariant(
-        f"{SPLIT_ALONE} two lanes",
-        _grouped(Products(lanes=2), SplitAlone),
-        "none",
-        is_ours=True,
-        is_blind=True,
-    ),
     BlockVariant(NAIVE, naive, "nccl"),
     BlockVariant("packed", packed, "nccl"),
 )

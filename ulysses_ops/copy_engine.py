@@ -140,10 +140,6 @@ class CopyEngineGroup:
         """Forget a window; refused while its channel has an exchange in flight."""
         torch.ops.ulysses._ce_remove_window(self.number, memory.pointers[self._rank])
 
-    def open_window(self, address: int) -> None:
-        """Begin a round of a window's channel on the current stream; sends have to follow."""
-        torch.ops.ulysses._ce_open_window(self.number, address)
-
     def run_handshakes(self, num_pairs: int) -> None:
         """Issue pairs of bare handshakes, for measurements. Collective."""
         torch.ops.ulysses._ce_run_handshakes(self.number, num_pairs)

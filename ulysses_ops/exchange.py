@@ -103,28 +103,6 @@ class Exchange:
         self._sources: list[Tensor] = []
         self._has_turn = False
 
-    def open(self, window: Window) -> None:
-        """Let the peers write into this window's channel before this rank has anything to send.
-
-        The first send does so otherwise. What was issued before on the current stream, and on the
-        stream that completed the round before, has then read the windows of the channel. Sends have
-        to follow: a round that was opened cannot be given up. Other transports than ``ce`` open
-        nothing. Not for compiled code.
-
-        Raises:
-            ValueError: ``window`` is none.
-            UlyssesError: the communicator gave up, or another capture is under way.
-
-        Collective: every rank opens the same channels at the same place among its sends.
-        """
-        check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
-        if self._comm.copy_engine is not None:
-            try:
-                self._comm.copy_engine.open_window(window.address)
-            except RuntimeError as error:
-                self._comm.check_open("exchange")
-                raise UlyssesError(_sentence(error)) from error
-
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
 

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .fused_projection import FusedKernel, project_fused
-from .grouped_projection import GroupedStage
-from .packed_weights import PackedWeights
+from .packed_projection import PackedWeights, can_keep, project_packed
 from .part_norm_rope import NormRopeKernel, apply_norm_rope
 from .peers_first import BeginExchange, Projected, Rotation, project
-from .schedule import APART, Products, Schedule, peer_groups
-from .side_stream import SideStream
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +22,7 @@ class FirstStage:
         comm: The ranks.
         kernel: Norm and RoPE in the caller's implementation; when left out, the fused kernel where
             it fits, else PyTorch's.
-        weights: Copies that :class:`Products` may read.
+        weights: The copy that ``qkv_weights="packed"`` reads.
         begin: Makes an exchange.
     """
 
@@ -50,25 +48,9 @@ class FirstStage:
             rotation = Rotation(cos, sin, self.kernel or apply_norm_rope)
             with self.begin() as exchange:
                 project(x, projected, rotation, rank, split, exchange)
-        elif split == "whole" or schedule.products == APART:
+        elif split == "whole" or schedule.qkv_weights == "apart" or not can_keep(projected):
             with self.begin() as exchange:
                 project_fused(x, projected, fused, rank, split, exchange)
         else:
-            groups = peer_groups(self.comm.world_size, rank, split)
-            self._run_grouped(x, projected, fused, groups, schedule.products)
-
-    def _run_grouped(
-        self,
-        x: Tensor,
-        projected: tuple[Projected, Projected, Projected],
-        fused: FusedKernel,
-        groups: list[range],
-        products: Products,
-    ) -> None:
-        side = SideStream.of(self.comm) if products.lanes == 2 else SideStream()
-        # Joined once more behind the completion, which orders streams that have sent behind it.
-        with side.forked(), self.begin() as exchange:
-            if products.opens_early:
-                exchange.open(projected[0].window)
-            stage = GroupedStage(x, *projected, fused, self.comm.rank, exchange)
-            stage.run(groups, products, self.weights, side)
+            with self.begin() as exchange:
+                project_packed(x, projected, fused, rank, split, self.weights, exchange)

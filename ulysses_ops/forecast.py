@@ -215,6 +215,14 @@ def _slowest(
     return max(forecasts, key=lambda forecast: forecast.total_us)
 
 
+def forecast_gemms(problem: Problem, constants: Constants) -> float:
+    """The GEMMs of whole V, K and Q of one rank alone, in microseconds."""
+    clocks = _Clocks(problem, constants)
+    for heads in (problem.kv_heads, problem.kv_heads, problem.heads):
+        clocks.gemm(heads * problem.head_dim, problem.width)
+    return clocks.computing
+
+
 def forecast_before(problem: Problem, constants: Constants, split: ProjectionSplit) -> Forecast:
     """From the layer's input to Q, K and V on every rank."""
     return _slowest(

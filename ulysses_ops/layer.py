@@ -20,7 +20,7 @@ from .kinds import shown
 from .layer_checks import check_inputs, check_no_autocast, check_parts, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
-from .packed_weights import PackedWeights
+from .packed_projection import PackedWeights
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
 from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
@@ -45,10 +45,11 @@ class UlyssesAttention(nn.Module):
     element of Q, K, V and of the attention is the same sum; only with ``output="slabs"`` it is
     rounded once more for each slab of heads that is added.
 
-    Weights are used where they are: those for one rank lie side by side in each projection, so
-    that nothing is packed or held twice, unless ``schedule.products`` asks for it. Attention by
-    head chunks alone needs the columns of the output weight in another order; they are copied in
-    each step.
+    Weights are used where they are, since those for one rank lie side by side in each projection.
+    Only with ``qkv_weights="packed"``, which the planner takes for small layers, those of Q, K and
+    V are held twice; give ``replace(layer.plan(shape).schedule, qkv_weights="apart")`` where
+    memory is short, or weights change through ``.data`` or between replays, which the copy does
+    not follow. Head chunks copy the columns of the output weight in each step.
 
     Attributes:
         comm: The ranks.

@@ -8,10 +8,13 @@ from itertools import product
 from typing import get_args
 
 from .constants import Constants
-from .forecast import AfterSplit, Forecast, forecast_after, forecast_before
-from .schedule import OutputSplit, Problem, ProjectionSplit, Schedule
+from .forecast import AfterSplit, Forecast, forecast_after, forecast_before, forecast_gemms
+from .schedule import OutputSplit, Problem, ProjectionSplit, QkvWeights, Schedule
 
 HEAD_CHUNKS = (2, 4)
+# Packed weights pay where the GEMMs of V, K and Q take 190 and 640 us, and not at 3450 us, on two
+# H200 (docs/design/schedule.md).
+PACKED_BELOW_US = 1000.0
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Plan:
         explanation: Every candidate with its prediction, as text.
         before: Forecasts from the input to Q, K and V on every rank, by candidate.
         after: Forecasts from there to the layer's output.
+        packed_bytes: Memory of weights held twice by the choice, biases aside.
     """
 
     schedule: Schedule
     explanation: str
     before: dict[ProjectionSplit, Forecast]
     after: dict[AfterSplit, Forecast]
+    packed_bytes: int
 
     @property
     def total_us(self) -> float:
@@ -56,8 +61,38 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     after = {split: forecast_after(problem, constants, split) for split in candidates}
     projection = min(before, key=lambda split: before[split].total_us)
     rest = min(after, key=lambda split: after[split].total_us)
-    schedule = Schedule(projection, *rest)
-    return Plan(schedule, _explain(problem, constants, schedule, before, after), before, after)
+    gemms_us = forecast_gemms(problem, constants)
+    reads_copies = projection != "whole" and not problem.norm_rope.is_identity
+    weights: QkvWeights = "packed" if reads_copies and gemms_us < PACKED_BELOW_US else "apart"
+    schedule = Schedule(projection, *rest, qkv_weights=weights)
+    copied = _packed_bytes(problem) if weights == "packed" else 0
+    why = _explain_weights(problem, schedule, gemms_us)
+    explanation = _explain(problem, constants, schedule, before, after)
+    return Plan(schedule, f"{explanation}\n{why}", before, after, copied)
+
+
+def _packed_bytes(p: Problem) -> int:
+    """Weights of Q, K and V, or of Q and K where V is multiplied by itself."""
+    num_kv = 1 if p.norm_rope.norm == "across_heads" else 2
+    return (p.heads + num_kv * p.kv_heads) * p.head_dim * p.width * p.itemsize
+
+
+def _explain_weights(p: Problem, schedule: Schedule, gemms_us: float) -> str:
+    if schedule.projection == "whole":
+        return "weights apart: whole projections need no copy of them"
+    if p.norm_rope.is_identity:
+        return "weights apart: without norm and RoPE there is no fused kernel to go with a copy"
+    if schedule.qkv_weights == "apart":
+        return (
+            f"weights apart: whole GEMMs of {gemms_us:.1f} us are not under the "
+            f"{PACKED_BELOW_US:.0f} us below which a packed copy pays"
+        )
+    names = "Q and K" if p.norm_rope.norm == "across_heads" else "Q, K and V"
+    return (
+        f"weights packed: whole GEMMs of {gemms_us:.1f} us are under {PACKED_BELOW_US:.0f} us; "
+        f"where the fused kernel fits, the weights of {names} are held twice, "
+        f"{_packed_bytes(p)} bytes more; qkv_weights='apart' holds them once"
+    )
 
 
 def _explain(

@@ -14,54 +14,7 @@ from .part_norm_rope import NormRope
 ProjectionSplit = Literal["whole", "peers", "destinations"]
 AttentionSplit = Literal["whole", "peers", "destinations", "heads"]
 OutputSplit = Literal["whole", "slabs"]
-Grouping = Literal["apart", "paired", "packed"]
-
-
-@dataclass(frozen=True)
-class Products:
-    """How the GEMMs before attention are grouped, where norm and RoPE are one fused kernel.
-
-    Attributes:
-        grouping: ``"apart"``: Q, K and V of a rank are a GEMM each, weights are read where they
-            are; ``"paired"``: Q and K of a rank are one; ``"packed"``: of a peer V as well. The
-            last two read copies of the weights, which the layer keeps. With a norm across heads,
-            both make Q and K of all ranks one GEMM.
-        values: Whether V of a peer leaves ``"first"`` or ``"last"``; ``"last"`` goes with
-            ``"paired"`` and one lane.
-        lanes: 2: what needs nothing of each other runs on two streams, so that the last wave of
-            one GEMM fills up with tiles of the next, and norm and RoPE run beside GEMMs. Not with
-            ``"packed"``.
-        opens_early: The round is opened before the first GEMM, not with the first send.
-    """
-
-    grouping: Grouping = "apart"
-    values: Literal["first", "last"] = "first"
-    lanes: Literal[1, 2] = 1
-    opens_early: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what means nothing.
-
-        Raises:
-            ValueError: a value is unknown, or they do not go together.
-        """
-        values_last = self.values == "last"
-        if (
-            self.grouping not in get_args(Grouping)
-            or self.values not in ("first", "last")
-            or self.lanes not in (1, 2)
-            or (values_last and (self.grouping != "paired" or self.lanes == 2))
-            or (self.grouping == "packed" and self.lanes == 2)
-        ):
-            message = (
-                f"Products: grouping={self.grouping!r}, values={self.values!r}, lanes="
-                f"{self.lanes}: give one of {get_args(Grouping)}, 'first' or 'last', 1 or 2; "
-                f"'last' goes with 'paired' in one lane, and 'packed' with one lane"
-            )
-            raise ValueError(message)
-
-
-APART = Products()
+QkvWeights = Literal["apart", "packed"]
 
 
 @dataclass(frozen=True)
@@ -77,25 +30,30 @@ class Schedule:
             other.
         output: ``"whole"``, or by ``"slabs"`` of heads, the own ones first.
         head_chunks: Chunks with ``attention="heads"``, which also needs ``output="slabs"``; else 1.
-        products: How the GEMMs before attention are grouped; with ``projection="whole"`` unused.
+        qkv_weights: ``"apart"``: the weights of Q, K and V are read where they are, a GEMM each;
+            ``"packed"``: those of a peer are one GEMM, with a norm across heads those of Q and K
+            of all ranks. It reads a copy of the weights, which the layer keeps. Unused with
+            ``projection="whole"``, where norm and RoPE are not the fused kernel, and where weights
+            were made in inference mode, which count no changes.
     """
 
     projection: ProjectionSplit = "whole"
     attention: AttentionSplit = "whole"
     output: OutputSplit = "whole"
     head_chunks: int = 1
-    products: Products = APART
+    qkv_weights: QkvWeights = "apart"
 
     def __post_init__(self) -> None:
         """Refuse what means nothing.
 
         Raises:
-            ValueError: a split is unknown, or the chunks do not go with it.
+            ValueError: a value is unknown, or the chunks do not go with it.
         """
         allowed = {
             "projection": get_args(ProjectionSplit),
             "attention": get_args(AttentionSplit),
             "output": get_args(OutputSplit),
+            "qkv_weights": get_args(QkvWeights),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:

@@ -201,7 +201,10 @@ void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId
 void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
                  CaptureId capture) {
   Channel& channel = channel_of(window);
-  note_use(window, capture);
+  window.last_use = ++num_uses_;
+  if (capture != 0) {
+    window.captures.insert(capture);
+  }
   const auto copies = plan_copies(window.layout, rank_, source.strides, peer);
   const bool own_share = peer == kEveryRank || peer == rank_;
   const auto issue = [&](bool own) {
@@ -224,37 +227,12 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   // The own share needs no handshake. It is issued first: a graph then starts it at once, and the
   // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md).
   issue(true);
-  if (opens) {
-    shake_open(channel, window, capture);
-  }
-  issue(false);
-  channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
-}
-
-void Group::open(WindowInfo& window, cudaStream_t caller, CaptureId capture) {
-  Channel& channel = channel_of(window);
-  if (channel.rounds.count(capture) != 0) {
-    return;
-  }
-  note_use(window, capture);
-  lanes_.order(caller, {lanes_.copy()}, capture);
-  follow_reader(channel, caller, capture);
-  shake_open(channel, window, capture);
-  channel.rounds[capture];  // with nothing in it yet
-}
-
-void Group::note_use(WindowInfo& window, CaptureId capture) {
-  window.last_use = ++num_uses_;
-  if (capture != 0) {
-    window.captures.insert(capture);
-  }
-}
-
-void Group::shake_open(const Channel& channel, const WindowInfo& window, CaptureId capture) {
-  if (path_.fault != Fault::kNoOpen) {
+  if (opens && path_.fault != Fault::kNoOpen) {
     const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
     shake(Step::kOpen, window.description, {{channel.empty, tag}}, capture);
   }
+  issue(false);
+  channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
 }
 
 void Group::complete(const std::vector<const void*>& windows,

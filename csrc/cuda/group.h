@@ -54,9 +54,6 @@ class Group {
   void check_send(const WindowInfo& window, int64_t peer, CaptureId capture, const char* op) const;
   void send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
             CaptureId capture);
-  // Begins a round of the window's channel before there is anything to send: the peers may write
-  // from here on. Nothing happens in a round that has begun. A send has to follow.
-  void open(WindowInfo& window, cudaStream_t caller, CaptureId capture);
 
   // Completes the rounds that consist of exactly these windows and sources.
   void complete(const std::vector<const void*>& windows, const std::vector<const void*>& sources,
@@ -101,8 +98,6 @@ class Group {
   SignalWords words_at(int64_t first_word) const;
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
-  void note_use(WindowInfo& window, CaptureId capture);
-  void shake_open(const Channel& channel, const WindowInfo& window, CaptureId capture);
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
   // A handshake on the copy stream, with a number in the log.
   void shake(Step step, std::shared_ptr<const std::string> subject, std::vector<Awaited> awaited,

@@ -39,7 +39,7 @@ from ulysses_ops.tools.block_variants import (
 )
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE
-from ulysses_ops.tools.projection_variants import GEMMS, GROUPED, PROJECTIONS, QKV
+from ulysses_ops.tools.projection_variants import GEMMS, PACKED, PROJECTIONS, QKV
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL_BLOCKS, Shape
@@ -170,7 +170,7 @@ def test_the_stage_before_attention_runs_on_two_cpu_ranks() -> None:
         name = details["variant"]
         assert row.op == QKV
         assert row.exact is (True if name not in blind and compared[name] else None)
-        assert (details["relative_error"] is not None) is (name in {"peers first", *GROUPED})
+        assert (details["relative_error"] is not None) is (name in {"peers first", PACKED})
         assert (details["ratio_to_gemm"] == 1.0) is (name == GEMMS)
         assert details["ratio_to_gemm"] > 0
         assert (row.bytes_per_peer == 0) is (name in blind)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ulysses_ops.constants import rate_at, read_constants, shipped_constants
-from ulysses_ops.forecast import forecast_after, forecast_before
+from ulysses_ops.forecast import forecast_after, forecast_before, forecast_gemms
 from ulysses_ops.norm_rope_checks import NORMS, ROPES
 from ulysses_ops.part_norm_rope import NormRope
-from ulysses_ops.planner import plan_schedule
+from ulysses_ops.planner import PACKED_BELOW_US, plan_schedule
 from ulysses_ops.schedule import PEERS_FIRST, PLAIN, Problem, Schedule, peer_groups
 
 H200 = shipped_constants()
@@ -164,6 +164,41 @@ def test_a_norm_across_heads_multiplies_k_and_q_whole() -> None:
     )
 
 
+def test_weights_are_packed_where_the_gemms_are_short() -> None:
+    for p, is_short in ((FLUX, True), (problem(6240, 40), True), (WAN, False), (H3, False)):
+        gemms_us = forecast_gemms(p, H200)
+        plan = plan_schedule(p, H200)
+        assert (gemms_us < PACKED_BELOW_US) is is_short
+        assert plan.schedule.qkv_weights == ("packed" if is_short else "apart")
+        assert plan.packed_bytes == (3 * p.width * p.width * 2 if is_short else 0)
+        line = plan.explanation.splitlines()[-1]
+        assert f"whole GEMMs of {gemms_us:.1f} us are" in line
+        assert (f"held twice, {plan.packed_bytes} bytes more" in line) is is_short
+
+
+def test_the_gemms_alone_are_those_of_whole_projections() -> None:
+    plain = replace(FLUX, norm_rope=NormRope(), world_size=1)
+    whole = forecast_before(plain, H200, "whole").total_us
+    assert forecast_gemms(plain, H200) == pytest.approx(whole)
+
+
+def test_what_packing_needs_and_what_it_holds() -> None:
+    """Not without a kernel, not for whole projections; across heads V is not held twice."""
+    bare = plan_schedule(replace(FLUX, norm_rope=NormRope()), H200)
+    whole = plan_schedule(replace(FLUX, world_size=1), H200)
+    assert (bare.schedule.qkv_weights, whole.schedule.qkv_weights) == ("apart", "apart")
+    assert "there is no fused kernel" in bare.explanation
+    assert "whole projections need no copy" in whole.explanation
+    grouped = replace(FLUX, kv_heads=8, norm_rope=NormRope("across_heads", "interleaved"))
+    slow = replace(H200, peer_copy_gbs=50.0)
+    across, per_head = (
+        plan_schedule(replace(grouped, norm_rope=NormRope(norm, "interleaved")), slow)
+        for norm in ("across_heads", "per_head")
+    )
+    assert across.packed_bytes == (24 + 8) * 128 * FLUX.width * 2
+    assert per_head.packed_bytes == (24 + 8 + 8) * 128 * FLUX.width * 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_groups_hold_every_peer_once_in_rotated_order(world_size: int) -> None:
     for rank in range(world_size):
@@ -182,6 +217,7 @@ def test_groups_hold_every_peer_once_in_rotated_order(world_size: int) -> None:
     ("values", "match"),
     [
         ({"projection": "rows"}, "projection='rows' must be one of"),
+        ({"qkv_weights": "paired"}, "qkv_weights='paired' must be one of"),
         ({"output": "heads"}, "output='heads' must be one of"),
         ({"attention": "heads", "output": "slabs"}, "'heads' goes with output='slabs' and 2"),
         ({"attention": "heads", "head_chunks": 2}, "'heads' goes with output='slabs' and 2"),

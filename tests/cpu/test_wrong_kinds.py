@@ -92,7 +92,6 @@ CALLED: dict[str, Call] = {
     "Exchange.send: window=a value of type Tensor must": lambda comm: u.Exchange(comm).send(
         X, anything(X)
     ),
-    "Exchange.open: window='w' must": lambda comm: u.Exchange(comm).open(anything("w")),
     "Exchange.send: peer='0' must": lambda comm: u.Exchange(comm).send(
         X, u.reserve(comm, [spec()])[0], peer=anything("0")
     ),

@@ -1,25 +1,27 @@
-"""The first stage in fewer GEMMs and on two lanes, against the plain stage, between gloo ranks."""
+"""The first stage from packed weights, against the plain stage, between gloo ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 import torch
-from fused_layer import GROUPED, KINDS, compare_all, fused_and_plain, inputs
+from fused_layer import KINDS, ROWS, WIDTH, compare_all, fused_and_plain, inputs
 from rank_pool import RankPool
 
-from ulysses_ops import Products, Schedule, UlyssesAttention, UlyssesCommunicator
+from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.fused_projection import FusedKernel
-from ulysses_ops.packed_weights import Packed, PackedWeights
+from ulysses_ops.packed_projection import Packed, PackedWeights
 from ulysses_ops.peers_first import Projected
+from ulysses_ops.schedule import QkvWeights
 from ulysses_ops.windows import Window
 
 Ranks = Callable[[int], RankPool]
-PAIRED = Schedule("peers", "whole", "whole", products=Products("paired"))
+PACKED = Schedule("peers", "whole", "whole", qkv_weights="packed")
 
 
 def fits(kernel: FusedKernel, *arguments: object) -> bool:
@@ -32,11 +34,11 @@ def compared(rank: int, world_size: int, batch: int) -> None:
         mock.patch.object(FusedKernel, "fits", fits),
         UlyssesCommunicator(timeout_s=20) as comm,
     ):
-        compare_all(comm, KINDS, batch, GROUPED)
+        compare_all(comm, KINDS, batch, "packed")
 
 
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 1), (2, 2), (4, 1)])
-def test_grouped_and_plain_stage_agree(ranks: Ranks, world_size: int, batch: int) -> None:
+def test_packed_and_plain_stage_agree(ranks: Ranks, world_size: int, batch: int) -> None:
     ranks(world_size).run(compared, batch, timeout_s=120)
 
 
@@ -52,7 +54,6 @@ def swapped(rank: int, world_size: int) -> None:
         q, *others = right(self, x, ranks)
         return [q, *reversed(others)]
 
-    packed = (Products("packed"),)
     for wrong in (of_another_rank, v_for_k):
         with (
             mock.patch.object(FusedKernel, "fits", fits),
@@ -60,21 +61,23 @@ def swapped(rank: int, world_size: int) -> None:
             UlyssesCommunicator(timeout_s=20) as comm,
             pytest.raises(AssertionError, match="not close"),
         ):
-            compare_all(comm, KINDS[3:], 1, packed)
+            compare_all(comm, KINDS[3:], 1, "packed")
 
 
 def test_control_products_of_other_weights_are_seen(ranks: Ranks) -> None:
     ranks(2).run(swapped, timeout_s=60)
 
 
-# ---- which products there are, and in which order they leave -------------------------------------
+# ---- which GEMMs there are, and in which order they leave ----------------------------------------
 
 
-def sent_and_multiplied(rank: int, world_size: int) -> dict[Products, tuple[str, int]]:
-    """Names of what is sent, in order, and how many GEMMs there are, by form."""
-    found = {}
+def sent_and_multiplied(
+    rank: int, world_size: int, kind: NormRope
+) -> dict[QkvWeights, tuple[str, int]]:
+    """Names of what is sent, in order, and how many GEMMs there are."""
+    found: dict[QkvWeights, tuple[str, int]] = {}
     names: list[str] = []
-    send, linear, mm = Exchange.send, torch.nn.functional.linear, torch.addmm
+    send, linear, addmm = Exchange.send, torch.nn.functional.linear, torch.addmm
     num_gemms = 0
 
     def noted(self: Exchange, x: torch.Tensor, window: Window, **options: Any) -> None:
@@ -84,7 +87,7 @@ def sent_and_multiplied(rank: int, world_size: int) -> dict[Products, tuple[str,
     def counted(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal num_gemms
         num_gemms += 1
-        return (mm if "out" in options else linear)(*arguments, **options)
+        return (addmm if "out" in options else linear)(*arguments, **options)
 
     with (
         mock.patch.object(FusedKernel, "fits", fits),
@@ -93,28 +96,44 @@ def sent_and_multiplied(rank: int, world_size: int) -> dict[Products, tuple[str,
         mock.patch.object(torch, "addmm", counted),
         UlyssesCommunicator(timeout_s=20) as comm,
     ):
-        for products in (Products(), *GROUPED):
-            schedule = Schedule("destinations", "whole", "whole", products=products)
-            layer, _ = fused_and_plain(comm, KINDS[0], schedule)
+        for weights in get_args(QkvWeights):
+            schedule = Schedule("destinations", "whole", "whole", qkv_weights=weights)
+            layer, _ = fused_and_plain(comm, kind, schedule)
             names.clear()
             num_gemms = 0
-            layer.project(*inputs(comm, KINDS[0], 1, 1))
-            found[products] = ("".join(names), num_gemms)
+            layer.project(*inputs(comm, kind, 1, 1))
+            found[weights] = ("".join(names), num_gemms)
     return found
 
 
-def test_each_form_has_its_products_and_its_order(ranks: Ranks) -> None:
-    for found in ranks(2).run(sent_and_multiplied, timeout_s=60):
-        assert found == {
-            Products(): ("vkq", 6),
-            Products("paired"): ("vkq", 4),
-            Products("paired", "last"): ("kqv", 4),
-            Products("packed"): ("vkq", 3),
-            Products(lanes=2): ("vkq", 6),
-            Products("paired", lanes=2): ("vkq", 4),
-            Products(opens_early=True): ("vkq", 6),
-            Products(lanes=2, opens_early=True): ("vkq", 6),
-        }
+def test_what_is_multiplied_and_sent(ranks: Ranks) -> None:
+    for found in ranks(2).run(sent_and_multiplied, KINDS[0], timeout_s=60):
+        assert found == {"apart": ("vkq", 6), "packed": ("vkq", 3)}
+    for found in ranks(2).run(sent_and_multiplied, KINDS[1], timeout_s=60):
+        assert found == {"apart": ("vkq", 4), "packed": ("vkq", 3)}
+
+
+def by_default(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether a copy is held with the planner's choice, and with its choice but for that."""
+    held = []
+    with (
+        mock.patch.object(FusedKernel, "fits", fits),
+        UlyssesCommunicator(timeout_s=20) as comm,
+    ):
+        kind = KINDS[0]
+        x, cos, sin = inputs(comm, kind, 1, 1)
+        apart = replace(PACKED, qkv_weights="apart")
+        for schedule in (PACKED, apart):
+            layer, _ = fused_and_plain(comm, kind, "auto")
+            plan = replace(layer.plan((1, ROWS, WIDTH)), schedule=schedule)
+            with mock.patch("ulysses_ops.layer.plan_schedule", return_value=plan):
+                layer.project(x, cos, sin)
+            held.append(layer._packed._kept is not None)
+    return held[0], held[1]
+
+
+def test_the_layer_does_by_default_what_the_planner_says(ranks: Ranks) -> None:
+    assert ranks(2).run(by_default, timeout_s=30) == [(True, False)] * 2
 
 
 # ---- copies of weights ---------------------------------------------------------------------------
@@ -133,10 +152,11 @@ def stale(rank: int, world_size: int) -> None:
         mock.patch.object(FusedKernel, "fits", fits),
         UlyssesCommunicator(timeout_s=20) as comm,
     ):
-        layer, plain = fused_and_plain(comm, KINDS[0], PAIRED)
+        layer, plain = fused_and_plain(comm, KINDS[0], PACKED)
         check(layer, plain, 1)
-        (kept,) = layer._packed._kept.values()
-        with mock.patch("ulysses_ops.packed_weights._pack", side_effect=AssertionError("again")):
+        kept = layer._packed._kept
+        assert kept is not None
+        with mock.patch("ulysses_ops.packed_projection._pack", side_effect=AssertionError("again")):
             check(layer, plain, 2)
         with torch.no_grad():
             layer.q.weight.mul_(-2)  # the plain layer shares it
@@ -147,7 +167,8 @@ def stale(rank: int, world_size: int) -> None:
         with torch.no_grad():
             layer.k.bias.add_(3)
         check(layer, plain, 5)
-        (again,) = layer._packed._kept.values()
+        again = layer._packed._kept
+        assert again is not None and again is not kept
         assert again.packed.weight.data_ptr() == kept.packed.weight.data_ptr()
 
 
@@ -159,8 +180,7 @@ def never_again(rank: int, world_size: int) -> None:
     right = PackedWeights.of
 
     def first_only(self: PackedWeights, *projections: Projected) -> Packed:
-        kept = self._kept.get(len(projections))
-        return right(self, *projections) if kept is None else kept.packed
+        return right(self, *projections) if self._kept is None else self._kept.packed
 
     with (
         mock.patch.object(PackedWeights, "of", first_only),
@@ -174,37 +194,53 @@ def test_control_a_copy_that_stays_is_seen(ranks: Ranks) -> None:
 
 
 def mixed_biases(rank: int, world_size: int) -> None:
-    """Where one of the projections has no bias, and where weights count no versions."""
+    """One of the projections has no bias."""
     with (
         mock.patch.object(FusedKernel, "fits", fits),
         UlyssesCommunicator(timeout_s=20) as comm,
-        torch.inference_mode(),
     ):
-        layer, plain = fused_and_plain(comm, KINDS[0], PAIRED)
+        layer, plain = fused_and_plain(comm, KINDS[0], PACKED)
         for one in (layer, plain):
             one.k.register_parameter("bias", None)
         x, cos, sin = inputs(comm, KINDS[0], 1, 1)
-        for _ in range(2):
-            expected = [part.clone() for part in plain.project(x, cos, sin)]
-            for found, right in zip(layer.project(x, cos, sin), expected, strict=True):
-                torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        expected = [part.clone() for part in plain.project(x, cos, sin)]
+        for found, right in zip(layer.project(x, cos, sin), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        assert layer._packed._kept is not None
 
 
 def test_one_bias_is_missing(ranks: Ranks) -> None:
     ranks(2).run(mixed_biases, timeout_s=30)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"grouping": "fused"},
-        {"values": "middle"},
-        {"lanes": 3},
-        {"values": "last"},
-        {"grouping": "paired", "values": "last", "lanes": 2},
-        {"grouping": "packed", "lanes": 2},
-    ],
-)
-def test_products_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'last' goes with 'paired' in one lane"):
-        Products(**values)
+def uncounted(rank: int, world_size: int) -> None:
+    """Weights that were made in inference mode count no versions: none of them is kept."""
+    with (
+        mock.patch.object(FusedKernel, "fits", fits),
+        UlyssesCommunicator(timeout_s=20) as comm,
+        torch.inference_mode(),
+    ):
+        layer, plain = fused_and_plain(comm, KINDS[0], PACKED)
+        x, cos, sin = inputs(comm, KINDS[0], 1, 1)
+        for _ in range(2):
+            expected = [part.clone() for part in plain.project(x, cos, sin)]
+            for found, right in zip(layer.project(x, cos, sin), expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+            layer.q.weight.mul_(-2)  # the plain layer shares it
+        assert layer._packed._kept is None
+
+
+def test_weights_that_count_no_changes_are_read_where_they_are(ranks: Ranks) -> None:
+    ranks(2).run(uncounted, timeout_s=30)
+
+
+def kept_anyway(rank: int, world_size: int) -> None:
+    with (
+        mock.patch("ulysses_ops.first_stage.can_keep", return_value=True),
+        pytest.raises(RuntimeError, match="Inference tensors do not track version counter"),
+    ):
+        uncounted(rank, world_size)
+
+
+def test_control_uncounted_weights_that_are_kept_are_seen(ranks: Ranks) -> None:
+    ranks(2).run(kept_anyway, timeout_s=30)
