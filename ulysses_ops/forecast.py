@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .constants import Constants, rate_at
-from .schedule import AttentionSplit, OutputSplit, Problem, ProjectionSplit, peer_groups
+from .schedule import AttentionSplit, OutputSplit, Problem, ProjectionSplit, QkvWeights, peer_groups
 
 AfterSplit = tuple[AttentionSplit, OutputSplit, int]  # the last: chunks of heads
 
@@ -108,7 +108,7 @@ class _Projection:
             for letter, heads in self._heads.items()
         }
 
-    def run(self, rank: int, split: ProjectionSplit) -> None:
+    def run(self, rank: int, split: ProjectionSplit, weights: QkvWeights) -> None:
         p, clocks = self._problem, self._clocks
         if split == "whole":
             for letter in "vkq":
@@ -117,7 +117,11 @@ class _Projection:
                 self._send(letter, p.world_size - 1)
                 clocks.own_copy(self._elems[letter])
         else:
-            self._run_by_part([len(group) for group in peer_groups(p.world_size, rank, split)])
+            groups = [len(group) for group in peer_groups(p.world_size, rank, split)]
+            if weights == "packed" and p.norm_rope.norm != "across_heads":
+                self._run_packed(groups)
+            else:
+                self._run_by_part(groups)
         clocks.complete()
 
     def _run_by_part(self, groups: list[int]) -> None:
@@ -140,9 +144,20 @@ class _Projection:
                 self._multiply(letter, 1)
             self._transform(letter, 1)
 
-    def _multiply(self, letter: str, ranks: int) -> None:
+    def _run_packed(self, groups: list[int]) -> None:
+        """Q, K and V of peers are one GEMM; of this rank, Q and K are."""
+        for letters, ranks in (*(("vkq", peers) for peers in groups), ("v", 1), ("kq", 1)):
+            self._multiply(letters, ranks)
+            for letter in letters:
+                self._transform(letter, ranks)
+                if letters == "vkq":
+                    self._send(letter, ranks)
+
+    def _multiply(self, letters: str, ranks: int) -> None:
+        """One GEMM of all of these."""
         p = self._problem
-        self._clocks.gemm(self._heads[letter] // p.world_size * ranks * p.head_dim, p.width)
+        heads = sum(self._heads[letter] for letter in letters) // p.world_size
+        self._clocks.gemm(heads * ranks * p.head_dim, p.width)
 
     def _transform(self, letter: str, ranks: int) -> None:
         if letter != "v" and not self._problem.norm_rope.is_identity:
@@ -223,10 +238,17 @@ def forecast_gemms(problem: Problem, constants: Constants) -> float:
     return clocks.computing
 
 
-def forecast_before(problem: Problem, constants: Constants, split: ProjectionSplit) -> Forecast:
+def forecast_before(
+    problem: Problem,
+    constants: Constants,
+    split: ProjectionSplit,
+    weights: QkvWeights = "apart",
+) -> Forecast:
     """From the layer's input to Q, K and V on every rank."""
     return _slowest(
-        problem, constants, lambda clocks, rank: _Projection(clocks, problem).run(rank, split)
+        problem,
+        constants,
+        lambda clocks, rank: _Projection(clocks, problem).run(rank, split, weights),
     )
 
 

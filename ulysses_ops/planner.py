@@ -51,7 +51,10 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     """
     # With one peer, its part and that of all peers are the same; with none there is no part.
     splits = get_args(ProjectionSplit)[: min(problem.world_size, 3)]
-    before = {split: forecast_before(problem, constants, split) for split in splits}
+    gemms_us = forecast_gemms(problem, constants)
+    packs = gemms_us < PACKED_BELOW_US and not problem.norm_rope.is_identity
+    parts: QkvWeights = "packed" if packs else "apart"
+    before = {split: forecast_before(problem, constants, split, parts) for split in splits}
     candidates: list[AfterSplit] = [
         (attention, output, 1) for attention, output in product(splits, get_args(OutputSplit))
     ]
@@ -61,9 +64,7 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     after = {split: forecast_after(problem, constants, split) for split in candidates}
     projection = min(before, key=lambda split: before[split].total_us)
     rest = min(after, key=lambda split: after[split].total_us)
-    gemms_us = forecast_gemms(problem, constants)
-    reads_copies = projection != "whole" and not problem.norm_rope.is_identity
-    weights: QkvWeights = "packed" if reads_copies and gemms_us < PACKED_BELOW_US else "apart"
+    weights = parts if projection != "whole" else "apart"
     schedule = Schedule(projection, *rest, qkv_weights=weights)
     copied = _packed_bytes(problem) if weights == "packed" else 0
     why = _explain_weights(problem, schedule, gemms_us)
