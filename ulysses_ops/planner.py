@@ -62,8 +62,9 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
         ("heads", "slabs", n) for n in HEAD_CHUNKS if problem.can_chunk(n) and len(splits) > 1
     ]
     after = {split: forecast_after(problem, constants, split) for split in candidates}
-    projection = min(before, key=lambda split: before[split].total_us)
-    rest = min(after, key=lambda split: after[split].total_us)
+    # To the picosecond: sums of the same parts in another order differ in their last bits.
+    projection = min(before, key=lambda split: round(before[split].total_us, 6))
+    rest = min(after, key=lambda split: round(after[split].total_us, 6))
     weights = parts if projection != "whole" else "apart"
     schedule = Schedule(projection, *rest, qkv_weights=weights)
     copied = _packed_bytes(problem) if weights == "packed" else 0
