@@ -29,9 +29,10 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.constants import Constants, RateTable
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.forecast import attention_gflop, gemm_gflop
-from ulysses_ops.part_norm_rope import NormRope, apply_norm_rope
+from ulysses_ops.norm_rope import qk_norm_rope_into
 from ulysses_ops.tools.attention_rows import choose_attention
 from ulysses_ops.tools.baselines import PlainGraph
+from ulysses_ops.tools.cuda_runtime import RowCopy
 from ulysses_ops.tools.handshake_rows import handshake_rows
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.noise import random_values
@@ -100,7 +101,7 @@ def measure_rank(context: RankContext, job: ConstantsJob) -> Constants:
         gemm_rates=_rates(gemms, us),
         attention_rates=_rates(attentions, us),
         elementwise_gbs=_short(2 * elems * 2 / us["norm and rope"] / 1e3),
-        own_copy_gbs=_short(elems * 2 / us["own copy"] / 1e3),
+        own_copy_gbs=_short(elems // WORLD_SIZE * 2 / us["own copy"] / 1e3),
         peer_copy_gbs=_short(bytes_a_us / 1e3),
         copy_launch_us=round(max(us["short copy"] - short / bytes_a_us, 0.0), 2),
         handshake_us=round(handshake_us, 2),
@@ -162,18 +163,19 @@ class _Work:
     def add_elementwise(self, shape: Shape) -> int:
         """Norm, RoPE and a copy of one rank's Q; returns its elements."""
         x = self._noise(shape.batch, shape.seq // WORLD_SIZE, shape.heads, shape.head_dim)
-        kind = NormRope("per_head", "interleaved" if shape.head_dim % 2 == 0 else "none")
         angles = torch.zeros(x.shape[1], shape.head_dim // 2, device=x.device)
         weight, out = self._noise(shape.head_dim), torch.empty_like(x)
-        transform = apply_norm_rope
-        if x.device.type == "cuda":
-            # One thread: helper processes of the compiler would outlive a rank that is ended.
-            transform = torch.compile(
-                apply_norm_rope, dynamic=False, options={"compile_threads": 1}
-            )
-        cos, sin = (None, None) if kind.rope == "none" else (angles.cos(), angles.sin())
-        self._add("norm and rope", lambda: transform(x, kind, weight, None, cos, sin, out))
-        self._add("own copy", lambda: out.copy_(x))
+        cos, sin = angles.cos(), angles.sin()
+        self._add(
+            "norm and rope",
+            lambda: qk_norm_rope_into([x], [], [out], [], q_weight=weight, cos=cos, sin=sin),
+        )
+        # As exchanges copy it: rows of some heads, which lie apart in the source alone.
+        wide = x.flatten(0, 1).flatten(1).view(torch.uint8)
+        own = wide[:, : wide.shape[1] // WORLD_SIZE]
+        window = torch.empty_like(own, memory_format=torch.contiguous_format)
+        own_copy = RowCopy() if x.device.type == "cuda" else Tensor.copy_
+        self._add("own copy", lambda: own_copy(window, own))
         return x.numel()
 
     def add_copies(self, comm: UlyssesCommunicator, copy_bytes: tuple[int, int]) -> None:

@@ -46,10 +46,10 @@ class UlyssesAttention(nn.Module):
     rounded once more for each slab of heads that is added.
 
     Weights are used where they are, since those for one rank lie side by side in each projection.
-    Only with ``qkv_weights="packed"``, which the planner takes for small layers, those of Q, K and
-    V are held twice; give ``replace(layer.plan(shape).schedule, qkv_weights="apart")`` where
-    memory is short, or weights change through ``.data`` or between replays, which the copy does
-    not follow. Head chunks copy the columns of the output weight in each step.
+    Only with ``pack_weights``, those of Q, K and V are held twice where the planner finds that it
+    pays, for small layers. The copy does not follow changes through ``.data``, and in a captured
+    graph it follows no change before the next call outside of it. Head chunks copy the columns of
+    the output weight in each step.
 
     Attributes:
         comm: The ranks.
@@ -79,6 +79,7 @@ class UlyssesAttention(nn.Module):
         norm_rope_kernel: NormRopeKernel | None = None,
         schedule: Schedule | Literal["auto"] = "auto",
         constants: Constants | None = None,
+        pack_weights: bool = False,
     ) -> None:
         """Take over projections that exist; alike on every rank.
 
@@ -104,6 +105,7 @@ class UlyssesAttention(nn.Module):
                 in float32.
             schedule: ``"auto"`` lets the planner choose by shape.
             constants: What the planner computes with; those of the package when left out.
+            pack_weights: Let the planner choose ``qkv_weights="packed"``.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit each other or the ranks.
@@ -124,6 +126,7 @@ class UlyssesAttention(nn.Module):
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
         self._packed = PackedWeights()
+        self._may_pack = pack_weights
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
             used = sizes.norm_weight(name, weight, heads, norm_rope.norm)
@@ -224,6 +227,7 @@ class UlyssesAttention(nn.Module):
             world_size,
             self.q.weight.element_size(),
             self.norm_rope,
+            self._may_pack,
         )
         return plan_schedule(problem, self._constants)
 

@@ -52,7 +52,8 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     # With one peer, its part and that of all peers are the same; with none there is no part.
     splits = get_args(ProjectionSplit)[: min(problem.world_size, 3)]
     gemms_us = forecast_gemms(problem, constants)
-    packs = gemms_us < PACKED_BELOW_US and not problem.norm_rope.is_identity
+    fits = problem.may_pack and not problem.norm_rope.is_identity
+    packs = fits and gemms_us < PACKED_BELOW_US
     parts: QkvWeights = "packed" if packs else "apart"
     before = {split: forecast_before(problem, constants, split, parts) for split in splits}
     candidates: list[AfterSplit] = [
@@ -82,6 +83,8 @@ def _packed_bytes(p: Problem) -> int:
 def _explain_weights(p: Problem, schedule: Schedule, gemms_us: float) -> str:
     if schedule.projection == "whole":
         return "weights apart: whole projections need no copy of them"
+    if not p.may_pack:
+        return "weights apart: pack_weights is not given"
     if p.norm_rope.is_identity:
         return "weights apart: without norm and RoPE there is no fused kernel to go with a copy"
     if schedule.qkv_weights == "apart":
@@ -93,7 +96,7 @@ def _explain_weights(p: Problem, schedule: Schedule, gemms_us: float) -> str:
     return (
         f"weights packed: whole GEMMs of {gemms_us:.1f} us are under {PACKED_BELOW_US:.0f} us; "
         f"where the fused kernel fits, the weights of {names} are held twice, "
-        f"{_packed_bytes(p)} bytes more; qkv_weights='apart' holds them once"
+        f"{_packed_bytes(p)} bytes more"
     )
 
 

@@ -88,6 +88,7 @@ class Problem:
         world_size: Number of ranks; divides seq, heads and kv_heads.
         itemsize: Bytes of an element.
         norm_rope: What happens to Q and K.
+        may_pack: Whether a schedule may hold weights twice.
     """
 
     batch: int
@@ -100,6 +101,7 @@ class Problem:
     world_size: int
     itemsize: int
     norm_rope: NormRope
+    may_pack: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be split.

@@ -44,6 +44,7 @@ def problem(
         "itemsize": 2,
         **sizes,
     }
+    values["may_pack"] = True
     return Problem(seq=seq, heads=heads, world_size=world_size, norm_rope=norm_rope, **values)
 
 
@@ -66,6 +67,7 @@ def problems(draw: st.DrawFn) -> Problem:
         world_size=world_size,
         itemsize=draw(st.sampled_from([2, 4])),
         norm_rope=NormRope(draw(st.sampled_from(NORMS)), draw(st.sampled_from(ROPES))),
+        may_pack=draw(st.booleans()),
     )
 
 
@@ -205,6 +207,9 @@ def test_what_packing_needs_and_what_it_holds() -> None:
     whole = plan_schedule(replace(FLUX, world_size=1), H200)
     assert (bare.schedule.qkv_weights, whole.schedule.qkv_weights) == ("apart", "apart")
     assert "there is no fused kernel" in bare.explanation
+    unasked = plan_schedule(replace(WAN, may_pack=False), H200)
+    assert unasked.schedule.qkv_weights == "apart"
+    assert "pack_weights is not given" in unasked.explanation
     assert "whole projections need no copy" in whole.explanation
     grouped = replace(FLUX, kv_heads=8, norm_rope=NormRope("across_heads", "interleaved"))
     across, per_head = (
