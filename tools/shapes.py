@@ -71,6 +71,7 @@ GATHERED = (
     Shape("latents-2k", "latents, 2K", 2 << 10, 1, 576),
     Shape("latents-16k", "latents, 16K", 16 << 10, 1, 576),
     Shape("latents-128k", "latents, 128K", 128 << 10, 1, 576),
+    Shape("latents-256k", "latents, 256K", 256 << 10, 1, 576),
     Shape("mqa-4k", "K and V of one head, 4K", 4 << 10, 2, 128),
     Shape("mqa-32k", "K and V of one head, 32K", 32 << 10, 2, 128),
     Shape("mqa-256k", "K and V of one head, 256K", 256 << 10, 2, 128),

@@ -20,7 +20,33 @@ void copy_3d(const PitchedCopy& copy, char* dst, const char* src, cudaStream_t s
   UOPS_CUDA_CHECK(cudaMemcpy3DAsync(&params, stream));
 }
 
+// A flat copy inside the GPU takes so much of its memory's bandwidth that copies to peers slow
+// down; a pitched one runs at a rate that leaves them theirs (docs/design/measured.md).
+constexpr int64_t kGentleFrom = int64_t{8} << 20;
+constexpr int64_t kGentleRow = 4096;
+
 }  // namespace
+
+void issue_own_copy(const PitchedCopy& copy, char* dst_base, const char* src_base,
+                    cudaStream_t stream) {
+  if (copy.num_rows > 1 || copy.num_slices > 1 || copy.row_bytes < kGentleFrom) {
+    issue_copy(copy, dst_base, src_base, stream);
+    return;
+  }
+  PitchedCopy half = copy;
+  half.num_rows = copy.row_bytes / kGentleRow;
+  half.row_bytes = kGentleRow / 2;
+  half.src_pitch = half.dst_pitch = kGentleRow;
+  PitchedCopy rest = copy;
+  rest.row_bytes = copy.row_bytes % kGentleRow;
+  for (int64_t offset : {int64_t{0}, half.row_bytes}) {
+    issue_copy(half, dst_base + offset, src_base + offset, stream);
+  }
+  if (rest.row_bytes > 0) {
+    const int64_t done = copy.row_bytes - rest.row_bytes;
+    issue_copy(rest, dst_base + done, src_base + done, stream);
+  }
+}
 
 void issue_copy(const PitchedCopy& copy, char* dst_base, const char* src_base,
                 cudaStream_t stream) {

@@ -210,8 +210,8 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   const auto issue = [&](bool own) {
     for (const PitchedCopy& copy : copies) {
       if ((copy.peer == rank_) == own) {
-        issue_copy(copy, window.base_of_rank[copy.peer], source.base,
-                   own ? lanes_.own() : lanes_.copy());
+        (own ? issue_own_copy : issue_copy)(copy, window.base_of_rank[copy.peer], source.base,
+                                            own ? lanes_.own() : lanes_.copy());
       }
     }
   };

@@ -103,6 +103,19 @@ def test_control_without_a_wait_stale_rows_are_seen(pair: RankPool) -> None:
     assert max(pair.run(replayed_operators, 4096, True, 20.0, timeout_s=90)) > 0
 
 
+def large_rows(rank: int, world_size: int) -> None:
+    """Shares of more than 8 MiB, which are copied in halves of rows, and what is left over."""
+    for rows in ((8 << 20) + 4096 + 13, 9 << 20):
+        whole = torch.arange(rows * world_size).mul(31).bitwise_right_shift(3).to(torch.uint8)
+        with communicator() as comm:
+            own = whole.view(world_size, 1, rows, 1, 1)[rank].cuda()
+            assert torch.equal(all_gather(own, comm).flatten().cpu(), whole)
+
+
+def test_large_own_shares(pair: RankPool) -> None:
+    pair.run(large_rows, timeout_s=60)
+
+
 # ---- a cache that wraps --------------------------------------------------------------------------
 
 
