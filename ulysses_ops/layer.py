@@ -17,7 +17,7 @@ from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .first_stage import FirstStage
 from .kinds import shown
-from .layer_checks import check_inputs, check_no_autocast, check_parts, check_tables
+from .layer_checks import check_chunks, check_inputs, check_no_autocast, check_parts, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .packed_projection import PackedWeights
@@ -303,7 +303,7 @@ class UlyssesAttention(nn.Module):
             return q, k, v
         schedule = self._schedule_for(x)
         qkv, _ = self._reserve(x, schedule)
-        with torch.no_grad():
+        with torch.no_grad(), self.comm.turn.of("UlyssesAttention"):
             return self._project(x, cos, sin, schedule, qkv)
 
     def _project(
@@ -336,16 +336,8 @@ class UlyssesAttention(nn.Module):
         batch, rows, width = x.shape
         chosen = self.schedule
         if isinstance(chosen, Schedule):
-            local = (
-                self.num_heads // self.comm.world_size,
-                self.num_kv_heads // self.comm.world_size,
-            )
-            if any(heads % chosen.head_chunks for heads in local):
-                message = (
-                    f"UlyssesAttention: head_chunks={chosen.head_chunks} must divide the "
-                    f"{local[0]} heads and {local[1]} KV heads of a rank"
-                )
-                raise ValueError(message)
+            world_size = self.comm.world_size
+            check_chunks(chosen, self.num_heads // world_size, self.num_kv_heads // world_size)
             return chosen
         return self.plan((batch, rows, width)).schedule
 

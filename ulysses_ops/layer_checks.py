@@ -9,6 +9,7 @@ from .kinds import check_callable, check_kind, check_tensors
 from .names import check_communicator
 from .norm_rope_checks import Rope
 from .part_norm_rope import NormRope
+from .schedule import Schedule
 
 
 def check_parts(
@@ -107,3 +108,17 @@ def check_tables(
                 f"{x.device}"
             )
             raise ValueError(message)
+
+
+def check_chunks(schedule: Schedule, heads: int, kv_heads: int) -> None:
+    """Check that a rank's heads can be attended in the schedule's chunks.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if heads % schedule.head_chunks or kv_heads % schedule.head_chunks:
+        message = (
+            f"UlyssesAttention: head_chunks={schedule.head_chunks} must divide the {heads} heads "
+            f"and {kv_heads} KV heads of a rank"
+        )
+        raise ValueError(message)
