@@ -317,11 +317,11 @@ def compiled_whole(rank: int, world_size: int, name: str, text_rows: int) -> Non
     ("name", "text_rows"),
     [
         ("WanTransformer3DModel", SHARDED_TEXT),
-        ("LTXVideoTransformer3DModel", SHARDED_TEXT),
+        pytest.param("LTXVideoTransformer3DModel", SHARDED_TEXT, marks=pytest.mark.long),
         ("FluxTransformer2DModel", SHARDED_TEXT),
         ("FluxTransformer2DModel", REPLICATED_TEXT),
         ("QwenImageTransformer2DModel", REPLICATED_TEXT),
-        pytest.param("HunyuanVideoTransformer3DModel", SHARDED_TEXT, marks=pytest.mark.slow),
+        pytest.param("HunyuanVideoTransformer3DModel", SHARDED_TEXT, marks=pytest.mark.long),
     ],
 )
 def test_compiled_without_a_graph_break(

@@ -100,7 +100,10 @@ def init():
 '''
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "ray"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", *(pytest.param(name, marks=pytest.mark.long) for name in ("slurm", "ray"))],
+)
 def test_ranks_are_launched_as_the_page_says(tmp_path: Path, launcher: str) -> None:
     """Slurm: processes with the variables of srun. Ray: a stand-in for its three calls."""
     attend, by_ray, _mesh = code_of("docs/launch.md")

@@ -118,7 +118,7 @@ def test_peers_of_a_rank_that_leaves_hear_at_once(where: str) -> None:
     assert seconds < TOLD_S
 
 
-@pytest.mark.parametrize("where", ["exchange", "meeting"])
+@pytest.mark.parametrize("where", [pytest.param("exchange", marks=pytest.mark.long), "meeting"])
 def test_control_a_rank_that_leaves_in_silence_is_waited_for(where: str) -> None:
     with RankPool(2, env=NO_GPU) as pool:
         (told, seconds), _ = pool.run(one_leaves, where, False)
