@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,9 @@ from ulysses_ops.tools.overhead_table import forms_table, launch_table
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
 
-MARKED = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+# Whatever looks like a marker, so that a misspelt one is found, too.
+MARKER = re.compile(r"<!--\s*(/?)\s*tables?\b\s*:?\s*(.*?)\s*-->\n?", re.IGNORECASE)
+END = "<!-- /table -->"
 NOTHING = "Nothing recorded yet.\n"
 
 
@@ -203,9 +206,69 @@ def render(name: str, records: Sequence[Record]) -> str:
     return "\n".join(record.caption() + table for record, table in made if table) or NOTHING
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a table stands in a text.
+
+    Attributes:
+        name: Of the table.
+        begin: First character behind the marker before it.
+        end: First character of the marker after it.
+    """
+
+    name: str
+    begin: int
+    end: int
+
+
+def find_places(text: str) -> list[Place]:
+    """Every marked table, in order.
+
+    Raises:
+        ValueError: a marker is misspelt, names no table, or has no counterpart before the next.
+    """
+    places: list[Place] = []
+    opened: re.Match[str] | None = None
+    for found in MARKER.finditer(text):
+        closes, name = bool(found[1]), found[2]
+        wanted = END if closes else f"<!-- table:{name} -->\n"
+        wrong = ""
+        if not found[0].startswith(wanted):
+            wrong = f"must read {wanted.strip()}" + ("" if closes else ", on a line of its own")
+        elif not closes and name not in TABLES:
+            wrong = f"table:{name} is unknown; choose from {list(TABLES)}"
+        elif closes == (opened is None):
+            wrong = "has no table before it" if closes else f"stands before the {END} of the last"
+        if wrong:
+            message = f"readme_tables: line {_line_of(text, found)}: {found[0].strip()} {wrong}"
+            raise ValueError(message)
+        if opened is not None:
+            places.append(Place(opened[2], opened.end(), found.start()))
+        opened = None if closes else found
+    if opened is not None:
+        message = (
+            f"readme_tables: line {_line_of(text, opened)}: {opened[0].strip()} has no {END} "
+            f"behind it"
+        )
+        raise ValueError(message)
+    return places
+
+
+def _line_of(text: str, found: re.Match[str]) -> int:
+    return text.count("\n", 0, found.start()) + 1
+
+
 def regenerate(text: str, records: Sequence[Record]) -> str:
-    """``text`` with every marked table written anew."""
-    return MARKED.sub(lambda m: f"{m[1]}{render(m[2], records)}{m[3]}", text)
+    """``text`` with every marked table written anew.
+
+    Raises:
+        ValueError: a marker is not as it must be; then nothing can be said of what it encloses.
+    """
+    parts, done = [], 0
+    for place in find_places(text):
+        parts += [text[done : place.begin], render(place.name, records)]
+        done = place.end
+    return "".join((*parts, text[done:]))
 
 
 def update_tables(
@@ -214,8 +277,17 @@ def update_tables(
     check: Annotated[bool, typer.Option(help="Change nothing; fail if not current.")] = False,
 ) -> None:
     """Write the tables of README.md from docs/results."""
+    for path, is_there, what in (
+        (readme, readme.is_file(), "--readme: {} is no file"),
+        (results, results.is_dir(), "--results: {} is no folder"),
+    ):
+        if not is_there:
+            raise typer.BadParameter(what.format(path))
     before = readme.read_text()
-    after = regenerate(before, read_records(results))
+    try:
+        after = regenerate(before, read_records(results))
+    except ValueError as error:
+        raise typer.BadParameter(f"{readme}: {error}") from error
     if before == after:
         typer.echo(f"{readme}: tables are current")
         return

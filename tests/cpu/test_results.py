@@ -232,6 +232,37 @@ def test_an_unknown_table_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("<!-- table:costs -->\n", "line 1: <!-- table:costs --> has no <!-- /table --> behind"),
+        ("a\n<!-- /table -->\n", "line 2: <!-- /table --> has no table before it"),
+        ("<!-- table:costs -->\nprose\n<!-- table:step -->\n<!-- /table -->", "line 3: .*stands b"),
+        ("<!-- table:Costs -->\n<!-- /table -->", "table:Costs is unknown"),
+        ("<!-- table: costs -->\n<!-- /table -->", "must read <!-- table:costs -->"),
+        ("<!-- table:costs --> x\n<!-- /table -->", "on a line of its own"),
+        ("<!-- table:costs -->\n<!--/table-->", "must read <!-- /table -->"),
+    ],
+)
+def test_markers_that_are_not_as_they_must_be_change_nothing(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        readme_tables.regenerate(text, [])
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert _update(readme, tmp_path).exit_code == 2
+    assert readme.read_text() == text
+
+
+def test_a_folder_of_results_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(MARKED)
+    assert _update(readme, tmp_path / "nowhere").exit_code == 2
+    assert _update(tmp_path / "nothing.md", tmp_path).exit_code == 2
+    assert readme.read_text() == MARKED
+
+
+@pytest.mark.parametrize(
     "page",
     [
         "README.md",
@@ -244,7 +275,7 @@ def test_an_unknown_table_is_an_error() -> None:
 )
 def test_tables_of_the_docs_are_current(page: str) -> None:
     text = (ROOT / page).read_text()
-    assert readme_tables.MARKED.search(text), f"{page} has no marked table"
+    assert readme_tables.find_places(text), f"{page} has no marked table"
     records = read_records(ROOT / "docs" / "results")
     assert readme_tables.regenerate(text, records) == text, (
         f"run python -m ulysses_ops.tools.readme_tables --readme {page}"
