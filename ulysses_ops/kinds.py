@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,9 @@ def check_sizes(op: str, name: str, value: object, what: str = "sizes, one for e
     if value is None:
         return
     is_sequence = isinstance(value, list | tuple) or (
-        hasattr(value, "__iter__") and not isinstance(value, str | bytes)
+        hasattr(value, "__iter__")
+        and not isinstance(value, str | bytes)
+        and not (isinstance(value, Tensor) and value.ndim == 0)
     )
     if not is_sequence:
         message = f"{op}: {name}={shown(value)} must be {what}"
@@ -79,3 +82,38 @@ def is_whole(value: object) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
     )
+
+
+def whole_numbers(op: str, name: str, values: object, what: str) -> tuple[int, ...]:
+    """Whole numbers of anything that is gone through once, such as a generator.
+
+    Args:
+        op: Name for the message.
+        name: Of the argument.
+        values: What was given.
+        what: What it must be, in words.
+
+    Raises:
+        ValueError: it cannot be gone through, or an entry is no whole number.
+    """
+    try:
+        held: object = values if isinstance(values, str | bytes) else tuple(values)  # type: ignore[call-overload]
+    except TypeError:
+        held = values
+    if held is None:
+        message = f"{op}: {name}=None must be {what}"
+        raise ValueError(message)
+    check_sizes(op, name, held, what)
+    return tuple(operator.index(entry) for entry in held)  # type: ignore[attr-defined]
+
+
+def check_at_least_1(op: str, **numbers: object) -> None:
+    """Refuse what is no whole number, or below 1.
+
+    Raises:
+        ValueError: the first that is, by name.
+    """
+    for name, value in numbers.items():
+        if not is_whole(value) or value < 1:  # type: ignore[operator]
+            message = f"{op}: {name}={shown(value)} must be a whole number >= 1"
+            raise ValueError(message)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .kinds import check_at_least_1, check_kind, whole_numbers
 from .workload import ModelShape, Workload
 
 ACTIVATIONS = 12  # tensors of a row's width that a layer has in memory at once, about
@@ -82,13 +83,19 @@ def choose_parallelism(
         connected: Largest group of GPUs of which each reaches each; all of them when left out.
 
     Raises:
-        ValueError: arguments are below 1, or nothing fits; the text says why, for each candidate.
+        ValueError: something is of a wrong kind or below 1, or nothing fits; the text says why,
+            for each candidate.
     """
-    if not lengths or min(*lengths, num_gpus, memory_bytes) < 1:
-        message = (
-            f"choose_parallelism: lengths={list(lengths)}, num_gpus={num_gpus} and "
-            f"memory_bytes={memory_bytes} must be at least 1"
-        )
+    op = "choose_parallelism"
+    lengths = whole_numbers(op, "lengths", lengths, "rows, a whole number for each request")
+    check_at_least_1(op, num_gpus=num_gpus, memory_bytes=memory_bytes)
+    check_kind(op, "workload", workload, Workload, "a Workload")
+    check_kind(op, "cached", cached, bool, "True or False")
+    if connected is None:
+        connected = num_gpus
+    check_at_least_1(op, connected=connected)
+    if not lengths or min(lengths) < 1:
+        message = f"{op}: lengths={list(lengths)} must be at least one number, and each >= 1"
         raise ValueError(message)
     fits: list[Parallelism] = []
     refused = []
@@ -98,7 +105,7 @@ def choose_parallelism(
                 continue
             shape = (sp, tp, num_gpus // (sp * tp))
             found = _predict(lengths, shape, workload, cached=cached)
-            why = _obstacle(found, workload.model, connected or num_gpus, memory_bytes)
+            why = _obstacle(found, workload.model, connected, memory_bytes)
             if why:
                 refused.append((shape, why))
             else:
@@ -142,6 +149,6 @@ def _predict(
     row_width = m.width + (m.heads + m.kv_heads) * m.head_dim // tp
     elems = weights + ACTIVATIONS * rows * row_width
     if cached:
-        kv_heads = max(m.kv_heads / (sp * tp), 1)  # of each rank, for all rows of its group
-        elems += math.ceil(m.layers * rows * sp * 2 * kv_heads * m.head_dim)
+        kv_heads = math.ceil(m.kv_heads / (sp * tp))  # of a rank, for all rows of its group
+        elems += m.layers * rows * sp * 2 * kv_heads * m.head_dim
     return Parallelism(sp, tp, dp, step_us, elems * m.itemsize)

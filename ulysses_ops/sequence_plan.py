@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from .kinds import check_at_least_1, check_kind, is_whole, shown, whole_numbers
 from .plan import even_splits
 from .workload import Workload
+
+LENGTHS = "rows, a whole number for each request"
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,26 @@ class SequencePlan:
         return imbalance_of(self.group_us)
 
     def seq_splits(self, group: int) -> tuple[int, ...]:
-        """Rows of each rank of a group, as the operators take them."""
-        return even_splits(sum(self.lengths[request] for request in self.groups[group]), self.sp)
+        """Rows of each rank of a group, as the operators take them.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        members = self._members(group)
+        return even_splits(sum(self.lengths[request] for request in members), self.sp)
 
     def cu_seqlens(self, group: int) -> tuple[int, ...]:
-        """Where each request of a group begins in its packed sequence, and where the last ends."""
-        sizes = (self.lengths[request] for request in self.groups[group])
+        """Where each request of a group begins in its packed sequence, and where the last ends.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        sizes = (self.lengths[request] for request in self._members(group))
         return tuple(accumulate(sizes, initial=0))
+
+    def _members(self, group: int) -> tuple[int, ...]:
+        _check_index("group", group, len(self.groups))
+        return self.groups[group]
 
     def request_splits(self, request: int) -> tuple[int, ...]:
         """Rows of one request on each rank of its group.
@@ -59,16 +75,22 @@ class SequencePlan:
         Raises:
             ValueError: there is no such request.
         """
-        for group, members in enumerate(self.groups):
-            if request in members:
-                place = members.index(request)
-                first, end = self.cu_seqlens(group)[place : place + 2]
-                edges = tuple(accumulate(self.seq_splits(group), initial=0))
-                return tuple(
-                    max(0, min(end, edges[rank + 1]) - max(first, edges[rank]))
-                    for rank in range(self.sp)
-                )
-        message = f"SequencePlan: request={request} must be below {len(self.lengths)}"
+        _check_index("request", request, len(self.lengths))
+        (group,) = (g for g, members in enumerate(self.groups) if request in members)
+        place = self.groups[group].index(request)
+        first, end = self.cu_seqlens(group)[place : place + 2]
+        edges = tuple(accumulate(self.seq_splits(group), initial=0))
+        return tuple(
+            max(0, min(end, edges[rank + 1]) - max(first, edges[rank])) for rank in range(self.sp)
+        )
+
+
+def _check_index(name: str, index: object, count: int) -> None:
+    """From the end, as Python counts below 0, it would be the numbers of something else."""
+    if not is_whole(index) or not 0 <= index < count:  # type: ignore[operator]
+        message = (
+            f"SequencePlan: {name}={shown(index)} must be a whole number from 0 to {count - 1}"
+        )
         raise ValueError(message)
 
 
@@ -94,19 +116,33 @@ def plan_sequences(
         lengths: Rows of each request, at least 1 each.
         world_size: Number of ranks.
         workload: What a request costs.
-        sizes: Ranks of a group to choose from; those that divide ``world_size`` when left out.
+        sizes: Ranks of a group to choose from. When left out, those that divide ``world_size``
+            and are no more than the heads: every rank of a group needs a head of its own.
 
     Raises:
-        ValueError: there is no request, a length is below 1, or a size does not divide.
+        ValueError: something is of a wrong kind, there is no request, a length is below 1, or a
+            size does not divide or is above the heads.
     """
-    tried = tuple(sizes or (n for n in range(1, world_size + 1) if world_size % n == 0))
-    if not lengths or min(lengths) < 1 or any(n < 1 or world_size % n for n in tried):
+    op = "plan_sequences"
+    lengths = _checked(op, lengths, world_size, workload)
+    heads = workload.model.heads
+    possible = [n for n in range(1, min(world_size, heads) + 1) if world_size % n == 0]
+    tried = whole_numbers(
+        op, "sizes", possible if sizes is None else sizes, "numbers of ranks, or left out"
+    )
+    if not tried or any(n < 1 or world_size % n for n in tried):
         message = (
-            f"plan_sequences: lengths={list(lengths)} must be at least one number >= 1, "
-            f"and sizes={list(tried)} divide world_size={world_size}"
+            f"{op}: sizes={list(tried)} must be at least one number, and each divide "
+            f"world_size={world_size}; choose from {possible}"
         )
         raise ValueError(message)
-    found = [_plan_of_size(tuple(lengths), world_size // sp, sp, workload) for sp in sorted(tried)]
+    if max(tried) > heads:
+        message = (
+            f"{op}: sizes={list(tried)} must be no more than heads={heads}, since each rank of a "
+            f"group needs a head; choose from {possible}"
+        )
+        raise ValueError(message)
+    found = [_plan_of_size(lengths, world_size // sp, sp, workload) for sp in sorted(set(tried))]
     best = min(found, key=lambda plan: plan.step_us)
     compared = tuple((plan.sp, plan.step_us, plan.imbalance) for plan in found)
     return SequencePlan(best.lengths, best.sp, best.groups, best.group_us, compared)
@@ -130,11 +166,20 @@ def data_parallel(lengths: Sequence[int], world_size: int, workload: Workload) -
     """Whole requests to ranks in turn, as they come: what a plan is compared with.
 
     Raises:
-        ValueError: there is no request, or a length is below 1.
+        ValueError: something is of a wrong kind, there is no request, or a length is below 1.
     """
-    if not lengths or min(lengths) < 1:
-        message = f"data_parallel: lengths={list(lengths)} must be at least one number >= 1"
-        raise ValueError(message)
+    lengths = _checked("data_parallel", lengths, world_size, workload)
     members = tuple(tuple(range(rank, len(lengths), world_size)) for rank in range(world_size))
     times = tuple(workload.step_us([lengths[r] for r in group], 1, 1) for group in members)
-    return SequencePlan(tuple(lengths), 1, members, times)
+    return SequencePlan(lengths, 1, members, times)
+
+
+def _checked(op: str, lengths: object, world_size: object, workload: object) -> tuple[int, ...]:
+    """The lengths, held."""
+    held = whole_numbers(op, "lengths", lengths, LENGTHS)
+    check_at_least_1(op, world_size=world_size)
+    check_kind(op, "workload", workload, Workload, "a Workload")
+    if not held or min(held) < 1:
+        message = f"{op}: lengths={list(held)} must be at least one number, and each >= 1"
+        raise ValueError(message)
+    return held

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .constants import Constants, rate_at
+from .kinds import check_at_least_1, check_kind
 
 TENSORS_EXCHANGED = 4  # Q, K, V, and the way back
 ROUNDS = 2  # of the handshake in a layer: before attention and after
@@ -52,15 +53,14 @@ class ModelShape:
         """Refuse sizes that mean nothing.
 
         Raises:
-            ValueError: a size is below 1, or heads are no multiple of KV heads.
+            ValueError: a size is no whole number or below 1, or heads are no multiple of KV heads.
         """
-        sizes = (self.layers, self.width, self.kv_heads, self.head_dim, self.mlp_width)
-        if min(*sizes, self.heads, self.mlp_matrices, self.itemsize) < 1 or (
-            self.heads % self.kv_heads
-        ):
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_kind("ModelShape", "causal", sizes.pop("causal"), bool, "True or False")
+        check_at_least_1("ModelShape", **sizes)
+        if self.heads % self.kv_heads:
             message = (
-                f"ModelShape: all sizes must be at least 1 and heads={self.heads} a multiple of "
-                f"kv_heads={self.kv_heads}"
+                f"ModelShape: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}"
             )
             raise ValueError(message)
 
@@ -82,6 +82,15 @@ class Workload:
 
     model: ModelShape
     constants: Constants
+
+    def __post_init__(self) -> None:
+        """Refuse what is something else.
+
+        Raises:
+            ValueError: it is no shape, or these are no constants.
+        """
+        check_kind("Workload", "model", self.model, ModelShape, "a ModelShape")
+        check_kind("Workload", "constants", self.constants, Constants, "Constants")
 
     def request_us(self, length: int) -> float:
         """A request alone on one GPU: what requests are balanced by."""

@@ -90,10 +90,42 @@ def test_work_grows_with_rows_and_shrinks_with_ranks() -> None:
     assert imbalance_of([3.0, 1.0]) == 0.5
 
 
-@pytest.mark.parametrize(("lengths", "sizes"), [([], None), ([3, 0], None), ([3], [3]), ([3], [0])])
-def test_what_cannot_be_planned(lengths: list[int], sizes: list[int] | None) -> None:
-    with pytest.raises(ValueError, match=r"plan_sequences: lengths=.* divide world_size=4"):
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "complaint"),
+    [
+        ([], None, "lengths=.* must be at least one number, and each >= 1"),
+        ([3, 0], None, "lengths=.* must be at least one number, and each >= 1"),
+        ([3], [3], r"each divide world_size=4; choose from \[1, 2, 4\]"),
+        ([3], [0], "each divide world_size=4"),
+        ([3], [], r"sizes=\[\] must be at least one number"),
+    ],
+)
+def test_what_cannot_be_planned(
+    lengths: list[int], sizes: list[int] | None, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=f"plan_sequences: .*{complaint}"):
         plan_sequences(lengths, 4, workload(), sizes=sizes)
+
+
+def test_a_group_has_no_more_ranks_than_heads() -> None:
+    few = workload(replace(SMALL, heads=3, kv_heads=1))
+    plan = plan_sequences([64000], 8, few)
+    assert [sp for sp, _, _ in plan.compared] == [1, 2]
+    refused = r"sizes=\[2, 4\] must be no more than heads=3, .* choose from \[1, 2\]"
+    with pytest.raises(ValueError, match=refused):
+        plan_sequences([64000], 8, few, sizes=[2, 4])
+    many = plan_sequences([64000], 8, workload())
+    assert [sp for sp, _, _ in many.compared] == [1, 2, 4, 8]
+
+
+def test_lengths_may_come_one_by_one() -> None:
+    lengths = [8000, 500, 500, 700]
+    held = plan_sequences(lengths, 2, workload())
+    assert plan_sequences((n for n in lengths), 2, workload()) == held  # type: ignore[arg-type]
+    assert data_parallel(iter(lengths), 2, workload()).lengths == tuple(lengths)  # type: ignore[arg-type]
+    by_hand = choose_parallelism(lengths, 2, workload(), memory_bytes=140 * GIB)
+    once = choose_parallelism(iter(lengths), 2, workload(), memory_bytes=140 * GIB)  # type: ignore[arg-type]
+    assert once == by_hand
 
 
 # ---- sp, tp, dp ----------------------------------------------------------------------------------
@@ -142,10 +174,22 @@ def test_a_cache_of_all_layers_takes_memory() -> None:
     assert more == 32 * 25000 * 2 * 8 * 128 * 2  # layers, rows, K and V, KV heads, D, bytes
 
 
+def test_kv_heads_of_a_cache_are_whole() -> None:
+    model = replace(SMALL, heads=24, kv_heads=6)
+    sizes = []
+    for cached in (False, True):
+        choice = choose_parallelism(
+            [100000], 4, workload(model), memory_bytes=140 * GIB, cached=cached
+        )
+        (one,) = (p for p in (choice.best, *choice.others) if (p.sp, p.tp) == (4, 1))
+        sizes.append(one.memory_bytes)
+    assert sizes[1] - sizes[0] == 32 * 100000 * 2 * 2 * 128 * 2  # 2 of the 6 on a rank, not 1.5
+
+
 def test_where_nothing_fits_every_reason_is_told() -> None:
     with pytest.raises(ValueError, match=r"nothing fits on 2 GPUs: sp=1 tp=1 dp=2: .*GiB"):
         choose_parallelism([1000], 2, workload(LARGE), memory_bytes=GIB)
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="must be at least one number"):
         choose_parallelism([], 2, workload(), memory_bytes=GIB)
     with pytest.raises(ValueError, match="a multiple of kv_heads=3"):
         replace(SMALL, kv_heads=3)

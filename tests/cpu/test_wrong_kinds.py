@@ -13,8 +13,12 @@ from rank_pool import RankPool
 from torch import nn
 
 import ulysses_ops as u
+from ulysses_ops.constants import shipped_constants
 from ulysses_ops.graphs import GraphCache, capture_step
 from ulysses_ops.kinds import shown
+from ulysses_ops.parallelism import choose_parallelism
+from ulysses_ops.sequence_plan import data_parallel, plan_sequences
+from ulysses_ops.workload import ModelShape, Workload
 
 X = torch.zeros(1, 4, 4, 8)
 SHAPE = (1, 4, 4, 8)
@@ -131,11 +135,61 @@ CALLED: dict[str, Call] = {
     "UlyssesAttention: x=a value of type list must": lambda comm: layer(comm)([1]),
 }
 
+WORKLOAD = Workload(ModelShape(2, 64, 4, 2, 16, 128), shipped_constants())
+PLAN = plan_sequences([3, 4], 2, WORKLOAD)
 
-@pytest.mark.parametrize("sentence", [*CONSTRUCTED, *CALLED])
+
+def planned(lengths: Any = (1, 2), world_size: Any = 2, work: Any = WORKLOAD, **more: Any) -> None:
+    plan_sequences(lengths, world_size, work, **more)
+
+
+def chosen(lengths: Any = (1, 2), num_gpus: Any = 2, work: Any = WORKLOAD, **more: Any) -> None:
+    choose_parallelism(lengths, num_gpus, work, **{"memory_bytes": 1 << 30, **more})
+
+
+def model(**wrong: Any) -> ModelShape:
+    usual = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 128}
+    return ModelShape(**{**usual, **wrong})
+
+
+PLANNED: dict[str, Call] = {
+    "plan_sequences: lengths=None must": lambda comm: planned(None),
+    "plan_sequences: lengths=3 must": lambda comm: planned(3),
+    "plan_sequences: lengths='12' must": lambda comm: planned("12"),
+    "plan_sequences: lengths holds 1.5 and must": lambda comm: planned([1.5, 2]),
+    "plan_sequences: lengths=a value of type Tensor must": lambda comm: planned(torch.ones(())),
+    "plan_sequences: world_size='a' must": lambda comm: planned(world_size="a"),
+    "plan_sequences: world_size=0 must": lambda comm: planned(world_size=0),
+    "plan_sequences: world_size=-2 must": lambda comm: planned(world_size=-2),
+    "plan_sequences: workload=None must": lambda comm: planned(work=None),
+    "plan_sequences: sizes=[] must": lambda comm: planned(sizes=[]),
+    "plan_sequences: sizes=2 must": lambda comm: planned(sizes=2),
+    "plan_sequences: sizes holds '2' and must": lambda comm: planned(sizes=["2"]),
+    "data_parallel: lengths=None must": lambda comm: data_parallel(anything(None), 2, WORKLOAD),
+    "data_parallel: world_size=0 must": lambda comm: data_parallel([1], 0, WORKLOAD),
+    "SequencePlan: group=-1 must": lambda comm: PLAN.seq_splits(-1),
+    "SequencePlan: group=5 must": lambda comm: PLAN.cu_seqlens(5),
+    "SequencePlan: group='a' must": lambda comm: PLAN.cu_seqlens(anything("a")),
+    "SequencePlan: request=-1 must": lambda comm: PLAN.request_splits(-1),
+    "choose_parallelism: lengths=None must": lambda comm: chosen(None),
+    "choose_parallelism: num_gpus=0 must": lambda comm: chosen(num_gpus=0),
+    "choose_parallelism: num_gpus='a' must": lambda comm: chosen(num_gpus="a"),
+    "choose_parallelism: workload=3 must": lambda comm: chosen(work=3),
+    "choose_parallelism: memory_bytes=nan must": lambda comm: chosen(memory_bytes=float("nan")),
+    "choose_parallelism: connected=0 must": lambda comm: chosen(connected=0),
+    "choose_parallelism: cached=1 must": lambda comm: chosen(cached=1),
+    "ModelShape: layers='a' must": lambda comm: model(layers="a"),
+    "ModelShape: heads=0 must": lambda comm: model(heads=0),
+    "ModelShape: causal=None must": lambda comm: model(causal=None),
+    "Workload: model='m' must": lambda comm: Workload(anything("m"), shipped_constants()),
+    "Workload: constants=None must": lambda comm: Workload(model(), anything(None)),
+}
+
+
+@pytest.mark.parametrize("sentence", [*CONSTRUCTED, *CALLED, *PLANNED])
 def test_what_is_of_a_wrong_type_is_refused(comm: u.UlyssesCommunicator, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
-        {**CONSTRUCTED, **CALLED}[sentence](comm)
+        {**CONSTRUCTED, **CALLED, **PLANNED}[sentence](comm)
     assert len(str(refused.value).splitlines()) == 1
 
 
