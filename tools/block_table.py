@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from ulysses_ops.tools.block_variants import COMPUTE, OURS, VARIANTS
-from ulysses_ops.tools.markdown import Record, detail, markdown, number, yes
+from ulysses_ops.tools.markdown import (
+    Record,
+    all_exact,
+    commits_of_rows,
+    detail,
+    head_of_commits,
+    markdown,
+    number,
+    ranks_of,
+    yes,
+)
 from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.results import Row
 
@@ -24,15 +34,17 @@ def block_table(record: Record) -> str:
     ``exact`` is over the variants whose bits are compared; beside it stands how far the others may
     be off, as a part of the output's norm, where they ran.
     """
-    rows: dict[tuple[str, str], dict[str, Row]] = {}
+    rows: dict[tuple[str, int, str], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == "block":
-            rows.setdefault((row.model, row.mode), {})[str(detail(row, "variant"))] = row
+            of_line = rows.setdefault((row.model, row.world_size, row.mode), {})
+            of_line[str(detail(row, "variant"))] = row
     ran = {name for by_variant in rows.values() for name in by_variant}
     names = [v.name for v in VARIANTS if v.name in ran and v.name != COMPUTE]
     lines = [
-        _line(mode, by_variant, names)
-        for (_, mode), by_variant in rows.items()
+        _line(f"{ranks_of(by_variant[COMPUTE], record)}, {mode}", by_variant, names)
+        + commits_of_rows(by_variant.values(), record)
+        for (_, _, mode), by_variant in rows.items()
         if COMPUTE in by_variant
     ]
     head = (
@@ -40,6 +52,7 @@ def block_table(record: Record) -> str:
         "compute only, us",
         *(TITLES.get(name, name) for name in names),
         "exact",
+        *head_of_commits(record),
     )
     return markdown(head, lines) if lines else ""
 
@@ -47,32 +60,41 @@ def block_table(record: Record) -> str:
 def projection_table(record: Record) -> str:
     """One shape a line, in graphs: the bare GEMMs, and the multiples of them that others are.
 
-    A variant that ran at no shape has no column.
+    A variant that ran at no shape has no column. In a file of several commits a column says which
+    line is of which.
     """
-    rows: dict[str, dict[str, Row]] = {}
+    rows: dict[tuple[str, int], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == QKV and row.mode == "graph":
-            rows.setdefault(row.model, {})[str(detail(row, "variant"))] = row
+            of_line = rows.setdefault((row.model, row.world_size), {})
+            of_line[str(detail(row, "variant"))] = row
     ran = {name for by_variant in rows.values() for name in by_variant}
     names = [v.name for v in PROJECTIONS if v.name in ran and v.name != GEMMS]
     lines = [
         (
-            _title(by_variant[GEMMS]),
+            _title(by_variant[GEMMS]) + ranks_of(by_variant[GEMMS], record),
             number(by_variant[GEMMS].median_us, 0),
             *(_multiple(by_variant.get(name)) for name in names),
+            *commits_of_rows(by_variant.values(), record),
         )
         for by_variant in rows.values()
         if GEMMS in by_variant
     ]
     titles = {**TITLES, COMPUTE: "with norm and RoPE, nothing sent", OURS: "ours, V first"}
-    head = ("before attention, in a graph", "GEMMs, us", *(titles.get(n, n) for n in names))
+    head = (
+        "before attention, in a graph",
+        "GEMMs, us",
+        *(titles.get(n, n) for n in names),
+        *head_of_commits(record),
+    )
     return markdown(head, lines) if lines else ""
 
 
 def _multiple(row: Row | None) -> str:
     if row is None:
         return "not run"
-    ratio = f"{number(detail(row, 'ratio_to_gemm'), 2)} x"
+    found = detail(row, "ratio_to_gemm")
+    ratio = "unknown" if found is None else f"{number(found, 2)} x"
     return f"{ratio} WRONG" if row.exact is False else ratio
 
 
@@ -89,14 +111,13 @@ def tax_of(row: Row | None) -> str:
     return f"{row.tax_percent:+.1f} % ({low:.1f} to {high:.1f})"
 
 
-def _line(mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
+def _line(where: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
     compute = rows[COMPUTE]
-    exact = [row.exact for row in rows.values() if row.exact is not None]
     errors = [detail(row, "relative_error") for row in rows.values()]
     error = max((float(error) for error in errors if error is not None), default=None)
     return (
-        f"{_title(compute)}, {mode}",
+        f"{_title(compute)}{where}",
         number(compute.median_us, 0),
         *(tax_of(rows.get(name)) for name in names),
-        yes(bool(exact) and all(exact)) + ("" if error is None else f", others {error:.1e}"),
+        yes(all_exact(rows.values())) + ("" if error is None else f", others {error:.1e}"),
     )

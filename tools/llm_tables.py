@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ulysses_ops.tools import weight_rows
 from ulysses_ops.tools.length_mixes import NAME, MixRow
-from ulysses_ops.tools.markdown import Record, detail, markdown, number, yes
+from ulysses_ops.tools.markdown import Record, all_exact, detail, markdown, number, ranks_of, yes
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.weight_rows import BASELINE, PREFETCHED, WHEN_NEEDED, WHOLE
 
@@ -13,7 +13,7 @@ def all_gather_table(record: Record) -> str:
     """One shape and mode a line: ours beside NCCL's all-gather and the flat copy."""
     lines = [
         (
-            f"{row.model}, {row.mode}",
+            f"{row.model}, {row.mode}{ranks_of(row, record)}",
             str(list(row.shape)),
             number(row.bytes_per_peer / 1e6, 1),
             number(row.median_us, 1),
@@ -51,13 +51,14 @@ def _needed(row: Row) -> str:
 
 def weights_table(record: Record) -> str:
     """One shape a line: what a layer takes longer by each way, and the memory of all layers."""
-    rows: dict[str, dict[str, Row]] = {}
+    rows: dict[tuple[str, int], dict[str, Row]] = {}
     for row in record.rows:
         if row.op.startswith(weight_rows.OP):
-            rows.setdefault(row.model, {})[str(detail(row, "variant"))] = row
+            of_line = rows.setdefault((row.model, row.world_size), {})
+            of_line[str(detail(row, "variant"))] = row
     lines = [
-        _weights_line(model, by_way)
-        for model, by_way in rows.items()
+        _weights_line(ranks_of(by_way[WHOLE], record), by_way)
+        for by_way in rows.values()
         if {WHOLE, PREFETCHED, WHEN_NEEDED} <= set(by_way)
     ]
     head = (
@@ -75,26 +76,28 @@ def weights_table(record: Record) -> str:
     return markdown(head, lines) if lines else ""
 
 
-def _weights_line(model: str, rows: dict[str, Row]) -> tuple[str, ...]:
+def _weights_line(ranks: str, rows: dict[str, Row]) -> tuple[str, ...]:
     whole, prefetched = rows[WHOLE], rows[PREFETCHED]
     taken = [detail(prefetched, name) for name in ("whole_bytes", "sharded_bytes")]
     saved = detail(prefetched, "saved_bytes") if None in taken else taken[0] - taken[1]
-    exact = [row.exact for row in rows.values()]
     return (
-        f"{model}, S={whole.shape[1]}, H={whole.shape[2]}",
+        f"{whole.model}, S={whole.shape[1]}, H={whole.shape[2]}{ranks}",
         number(detail(whole, "layers"), 0),
         number(whole.median_us, 0),
         *(_exposed(rows.get(way)) for way in (PREFETCHED, WHEN_NEEDED, BASELINE)),
         *(number(None if size is None else size / 1e6, 0) for size in (*taken, saved)),
-        yes(all(exact)),
+        yes(all_exact(rows.values())),
     )
 
 
 def _exposed(row: Row | None) -> str:
     if row is None:
         return "not run"
-    low, high = detail(row, "exposed_quartiles_us")
-    return f"{detail(row, 'exposed_us'):+.1f} ({low:.1f} to {high:.1f})"
+    exposed, quartiles = detail(row, "exposed_us"), detail(row, "exposed_quartiles_us")
+    if exposed is None:
+        return "unknown"
+    span = "" if quartiles is None else f" ({quartiles[0]:.1f} to {quartiles[1]:.1f})"
+    return f"{exposed:+.1f}{span}"
 
 
 def mixes_table(record: Record) -> str:

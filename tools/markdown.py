@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_ops.tools.kept_rows import describe_commits
+from ulysses_ops.tools.kept_rows import UNKNOWN, commits_of, describe_commits
 from ulysses_ops.tools.results import Row, rows_from_json
 
 
@@ -65,3 +65,28 @@ def yes(exact: bool | None) -> str:
 def detail(row: Row, key: str) -> Any:
     """An entry of ``details``, or ``None``."""
     return (row.details or {}).get(key)
+
+
+def all_exact(rows: Iterable[Row]) -> bool | None:
+    """Whether all rows that were compared are exact; ``None`` where none was."""
+    told = [row.exact for row in rows if row.exact is not None]
+    return all(told) if told else None
+
+
+def ranks_of(row: Row, record: Record) -> str:
+    """Number of ranks, behind a name, in a file that has rows of several; else nothing."""
+    several = len({entry.get("world_size") for entry in record.content.get("rows", [])}) > 1
+    return f", W={row.world_size}" if several else ""
+
+
+def commits_of_rows(rows: Iterable[Row], record: Record) -> tuple[str, ...]:
+    """A cell with the commits of a line, in a file that has rows of several; else no cell."""
+    if len(commits_of(record.content)) < 2:
+        return ()
+    header = record.content.get("commit") or UNKNOWN
+    return (", ".join(dict.fromkeys((row.commit or header)[:12] for row in rows)),)
+
+
+def head_of_commits(record: Record) -> tuple[str, ...]:
+    """The head of what :func:`commits_of_rows` makes."""
+    return ("commit",) if len(commits_of(record.content)) > 1 else ()

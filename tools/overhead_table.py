@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ulysses_ops.tools import graph_launch, handshake_forms, step_rows
-from ulysses_ops.tools.markdown import Record, detail, markdown, number
+from ulysses_ops.tools.markdown import Record, detail, markdown, number, ranks_of
 from ulysses_ops.tools.results import Row
 
 
@@ -12,18 +12,18 @@ def launch_table(record: Record) -> str:
 
     Of whole steps: one graph a line, its nodes and its host time.
     """
-    by_kind: dict[str, list[Row]] = {}
+    by_kind: dict[tuple[str, str], list[Row]] = {}
     for row in record.rows:
         if row.op == graph_launch.OP:
-            by_kind.setdefault(row.model, []).append(row)
+            by_kind.setdefault((row.model, ranks_of(row, record)), []).append(row)
     lines = []
-    for kind, rows in by_kind.items():
+    for (kind, ranks), rows in by_kind.items():
         last = max(rows, key=lambda row: int(detail(row, "units")))
         units, nodes = int(detail(last, "units")), detail(last, "nodes")
         slope, a_unit = float(detail(last, "us_per_unit")), sum(nodes.values()) / units
         lines.append(
             (
-                kind,
+                kind + ranks,
                 ", ".join(f"{number(count / units, 1)} {name}" for name, count in nodes.items()),
                 ", ".join(f"{detail(row, 'units')}: {number(row.host_us, 0)}" for row in rows),
                 number(slope, 2),
@@ -60,7 +60,7 @@ def forms_table(record: Record) -> str:
     branches: list[Row] = []
     for row in record.rows:
         if row.op == handshake_forms.OP:
-            forms.setdefault(row.model, {})[row.mode] = row
+            forms.setdefault(row.model + ranks_of(row, record), {})[row.mode] = row
         elif row.op == handshake_forms.BRANCHES:
             branches.append(row)
     lines = [

@@ -25,7 +25,16 @@ from ulysses_ops.tools.fault_table import (
     soak_table,
 )
 from ulysses_ops.tools.llm_tables import all_gather_table, mixes_table, weights_table
-from ulysses_ops.tools.markdown import Record, detail, markdown, number, read_records, yes
+from ulysses_ops.tools.markdown import (
+    Record,
+    all_exact,
+    detail,
+    markdown,
+    number,
+    ranks_of,
+    read_records,
+    yes,
+)
 from ulysses_ops.tools.overhead_table import forms_table, launch_table
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_table import generation_table, graphs_table, step_table
@@ -40,7 +49,7 @@ def exchange_table(record: Record) -> str:
     """One scatter or gather a line: ours beside NCCL and the flat copy."""
     lines = [
         (
-            f"{row.op}, {row.model}, {row.mode}",
+            f"{row.op}, {row.model}, {row.mode}{ranks_of(row, record)}",
             number(row.bytes_per_peer / 1e6, 1),
             number(row.median_us, 1),
             number(row.p99_us, 1),
@@ -69,28 +78,29 @@ def exchange_table(record: Record) -> str:
 
 def attention_table(record: Record) -> str:
     """One shape a line: the step in a graph, by what moves the bytes, and what that adds."""
-    by_model: dict[str, dict[str, Row]] = {}
+    by_subject: dict[tuple[str, int], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == "attention_step" and row.mode == "graph":
-            by_model.setdefault(row.model, {})[str(detail(row, "variant"))] = row
+            rows = by_subject.setdefault((row.model, row.world_size), {})
+            rows[str(detail(row, "variant"))] = row
     lines = []
-    for model, rows in by_model.items():
+    for (model, _), rows in by_subject.items():
         if not {"ours", "baseline", "overlapped", "compute"} <= set(rows):
             continue
         ours, compute = rows["ours"], rows["compute"]
         _, seq, heads, _ = ours.shape
         times = (
-            f"{number(rows[key].median_us, 0)} (+{number(rows[key].tax_percent, 1)} %)"
+            number(rows[key].median_us, 0) + _tax(rows[key].tax_percent)
             for key in ("ours", "baseline", "overlapped")
         )
         lines.append(
             (
-                f"{model}, S={seq}, H={heads}",
+                f"{model}, S={seq}, H={heads}{ranks_of(ours, record)}",
                 number(compute.median_us, 0),
                 *times,
                 number(ours.x_nccl_graph, 3),
                 number(ours.x_nccl_eager, 3),
-                yes(ours.exact),
+                yes(all_exact(rows.values())),
             )
         )
     head = (
@@ -104,6 +114,10 @@ def attention_table(record: Record) -> str:
         "exact",
     )
     return markdown(head, lines) if lines else ""
+
+
+def _tax(percent: float | None) -> str:
+    return "" if percent is None else f" ({percent:+.1f} %)"
 
 
 def costs_table(record: Record) -> str:
@@ -141,7 +155,7 @@ def uneven_table(record: Record) -> str:
     """One exchange a line: what uneven splits add to the time of even ones."""
     lines = [
         (
-            f"{row.model}, {row.op}",
+            f"{row.model}, {row.op}{ranks_of(row, record)}",
             str(list(row.shape)),
             number(row.median_us, 1),
             number(detail(row, "percent_over_even"), 1, " %"),
@@ -161,7 +175,8 @@ def tests_table(record: Record) -> str:
     if "trees" not in content:
         return ""
     trees = ", ".join(f"{name} {tree[:12]}" for name, tree in (content["trees"] or {}).items())
-    counts = [str(len(content[outcome])) for outcome in ("passed", "failed", "skipped")]
+    found = [content.get(outcome) for outcome in ("passed", "failed", "skipped")]
+    counts = ["unknown" if tests is None else str(len(tests)) for tests in found]
     line = (content.get("selection") or "all", *counts, trees or "unknown")
     return markdown(("tests", "passed", "failed", "skipped", "git trees"), [line])
 
@@ -196,14 +211,25 @@ def render(name: str, records: Sequence[Record]) -> str:
     """The table of this name from every record that has something for it.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: there is no such table, or a file has not what it is made of.
     """
     if name not in TABLES:
         message = f"readme_tables: table:{name} is unknown; choose from {list(TABLES)}"
         raise ValueError(message)
     shown = [record for record in records if record.content["gpu"] != "cpu" or name in ON_CPU_TOO]
-    made = [(record, TABLES[name](record)) for record in shown]
+    made = [(record, _made(name, record)) for record in shown]
     return "\n".join(record.caption() + table for record, table in made if table) or NOTHING
+
+
+def _made(name: str, record: Record) -> str:
+    try:
+        return TABLES[name](record)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = (
+            f"readme_tables: {record.folder}/{record.name}.json has not what table:{name} is made "
+            f"of: {type(error).__name__}: {error}"
+        )
+        raise ValueError(message) from error
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ulysses_ops.tools import step_loop, step_memory, step_rows
 from ulysses_ops.tools.block_table import tax_of
 from ulysses_ops.tools.block_variants import COMPUTE, OURS
-from ulysses_ops.tools.markdown import Record, detail, markdown, number, yes
+from ulysses_ops.tools.markdown import Record, all_exact, detail, markdown, number, ranks_of, yes
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.step_variants import FALLBACK, NCCL, STEP_VARIANTS
 
@@ -22,15 +22,16 @@ LOOP_TITLES = {
 
 def step_table(record: Record) -> str:
     """One model and mode a line: compute only, the tax of every variant, and ours for the host."""
-    rows: dict[tuple[str, str], dict[str, Row]] = {}
+    rows: dict[tuple[str, int, str], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == step_rows.OP:
-            rows.setdefault((row.model, row.mode), {})[str(detail(row, "variant"))] = row
+            of_line = rows.setdefault((row.model, row.world_size, row.mode), {})
+            of_line[str(detail(row, "variant"))] = row
     ran = {name for by_variant in rows.values() for name in by_variant}
     names = [v.name for v in STEP_VARIANTS if v.name in ran and v.name != COMPUTE]
     lines = [
-        _step_line(model, mode, by_variant, names)
-        for (model, mode), by_variant in rows.items()
+        _step_line(f"{ranks_of(by_variant[OURS], record)}, {mode}", by_variant, names)
+        for (_, _, mode), by_variant in rows.items()
         if {COMPUTE, OURS} <= set(by_variant)
     ]
     head = (
@@ -46,18 +47,17 @@ def step_table(record: Record) -> str:
     return markdown(head, lines) if lines else ""
 
 
-def _step_line(model: str, mode: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
+def _step_line(where: str, rows: dict[str, Row], names: list[str]) -> tuple[str, ...]:
     compute, ours = rows[COMPUTE], rows[OURS]
-    exact = [row.exact for row in rows.values() if row.exact is not None]
     return (
-        f"{model}, S={ours.shape[1]}, H={ours.shape[2]}, {mode}",
+        f"{ours.model}, S={ours.shape[1]}, H={ours.shape[2]}{where}",
         _layers(ours),
         _ms(compute.median_us),
         *(tax_of(rows.get(name)) for name in names),
         f"{number(ours.host_us, 0)} / {number(detail(ours, 'host_p99_us'), 0)}",
         number(ours.launches, 0),
         number(None if ours.peak_bytes is None else ours.peak_bytes / 1e6, 0),
-        yes(bool(exact) and all(exact)),
+        yes(all_exact(rows.values())),
     )
 
 
