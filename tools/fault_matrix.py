@@ -28,6 +28,8 @@ from ulysses_ops.tools.faults import FAULTS, Fault, possible_faults
 from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.results import read_machine, write_results
 
+RESULTS = Path("docs/results")
+
 
 def chosen_faults(faults: Sequence[Fault], one_moment: bool) -> list[Fault]:
     """All, or for each fault and step the one in the middle of its moments."""
@@ -37,6 +39,27 @@ def chosen_faults(faults: Sequence[Fault], one_moment: bool) -> list[Fault]:
     for fault in faults:
         by_place.setdefault((fault.name, fault.moment.step), []).append(fault)
     return [group[len(group) // 2] for group in by_place.values()]
+
+
+def chosen_folder(out: Path | None, only: str, one_moment: bool, time_limit: float) -> Path:
+    """Where to write. A run of some cells replaces no record of all of them unasked.
+
+    Raises:
+        BadParameter: cells are left out, and no folder is named.
+    """
+    cuts = {
+        "--only": only != "all",
+        "--one-moment": one_moment,
+        "--time-limit": math.isfinite(time_limit),
+    }
+    named = ", ".join(name for name, is_cut in cuts.items() if is_cut)
+    if out is None and named:
+        message = (
+            f"--out: with {named} cells are left out, and the file would replace a record of all; "
+            f"name a folder"
+        )
+        raise typer.BadParameter(message)
+    return RESULTS if out is None else out
 
 
 def run_matrix(
@@ -82,15 +105,19 @@ def main(
         int, typer.Option(min=1, help="Cells at a time; with 1, GPU memory is judged.")
     ] = 1,
     time_limit: Annotated[float, typer.Option(min=1, help="Begin no cell later.")] = math.inf,
-    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of results; docs/results, where every cell is wanted."),
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot tell.")] = None,
 ) -> None:
     """Run the matrix and write fault_matrix.json."""
-    names = list(FAULTS) if only == "all" else only.split(",")
+    names = list(FAULTS) if only == "all" else [name.strip() for name in only.split(",")]
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         message = f"--only: {unknown} is none of {list(FAULTS)}"
         raise typer.BadParameter(message)
+    folder = chosen_folder(out, only, one_moment, time_limit)
     num_devices = 0 if cpu else torch.cuda.device_count()
     on_gpu = num_devices >= 2
     launch = Launch(world_size, "cuda" if on_gpu else "cpu", num_devices)
@@ -111,9 +138,11 @@ def main(
         "moments": len(moments),
         "cells_left_out": len(faults) - len(cells),
         "parallel": parallel,
+        "only": only,
+        "one_moment": one_moment,
         "cells": [asdict(cell) for cell in cells],
     }
-    path = write_results(out, "fault_matrix", machine, commit, content)
+    path = write_results(folder, "fault_matrix", machine, commit, content)
     typer.echo(f"{len(cells)} of {len(faults)} cells, {len(bad)} bad; written: {path}")
     if bad:
         raise typer.Exit(1)

@@ -9,9 +9,13 @@ from ulysses_ops.tools.markdown import Record, markdown, number, yes
 
 
 def faults_table(record: Record) -> str:
-    """A fault a line, a step a column: outcomes, the slowest cell, and how many there were."""
+    """A fault a line, a step a column: outcomes, the slowest cell, and how many there were.
+
+    Below it, what the record does not hold.
+    """
     cells = record.content.get("cells", [])
-    if not cells:
+    notes = _left_out(record)
+    if not cells and not notes:
         return ""
     faults = list(dict.fromkeys(cell["fault"] for cell in cells))
     steps = list(dict.fromkeys(cell["step"] for cell in cells))
@@ -21,7 +25,22 @@ def faults_table(record: Record) -> str:
     ]
     limit = f"limit {record.content['limit_s']:g} s, W={record.content['world_size']}"
     head = (f"{record.content['transport']}, {limit}", *sorted(steps, key=_place))
-    return markdown(head, lines)
+    return markdown(head, lines) + (f"\nOf this record: {'; '.join(notes)}.\n" if notes else "")
+
+
+def _left_out(record: Record) -> list[str]:
+    content = record.content
+    if "cells" not in content:
+        return []
+    left_out = content.get("cells_left_out", 0)
+    notes = [f"{left_out} cells left out for want of time"] if left_out else []
+    if content.get("only", "all") != "all":
+        notes.append(f"these faults alone: {content['only']}")
+    if content.get("one_moment"):
+        notes.append("one moment of each step")
+    if content.get("parallel", 1) > 1 and content.get("gpu") != "cpu":
+        notes.append("cells side by side: GPU memory not judged")
+    return notes
 
 
 def _place(step: str) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import typer
 from recorded import a_row
+from typer.testing import CliRunner
 
-from ulysses_ops.tools import readme_tables
+from ulysses_ops.tools import fault_matrix, readme_tables
 from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.llm_tables import weights_table
 from ulysses_ops.tools.markdown import Record
@@ -32,6 +35,7 @@ def of_variants(op: str, variants: Sequence[str], **changes: Any) -> list[Row]:
     return [a_row(op=op, details={**details, "variant": name}, **changes) for name in variants]
 
 
+HEADER = {"gpu_count": 2, "torch": "2.11.0", "date": "2026-11-30T00:00:00+00:00"}
 STEPS = ("ours", "baseline", "overlapped", "compute")
 WAYS = (WHOLE, PREFETCHED, WHEN_NEEDED)
 
@@ -95,6 +99,31 @@ def test_what_a_record_lacks_is_unknown() -> None:
     assert cells(weights_table(recorded(rows)))[0][3] == "unknown"
     (line,) = cells(readme_tables.tests_table(recorded([], trees=None, passed=["a"], skipped={})))
     assert line == ["all", "1", "unknown", "0", "unknown"]
+
+
+def test_the_table_of_faults_says_what_its_record_does_not_hold() -> None:
+    cells = [{"fault": "late", "step": "replay", "outcome": "right", "seconds": 1.0}]
+    more = {"limit_s": 2.0, "world_size": 2, "transport": "ce", "cells": cells}
+    whole = render("faults", [recorded([], **HEADER, **more)])
+    assert whole.endswith("| late | right, 1.0 s (1) |\n")
+    cut = recorded([], **HEADER, **more, cells_left_out=3, parallel=4, one_moment=True, only="late")
+    assert render("faults", [cut]) == (
+        f"{whole}\nOf this record: 3 cells left out for want of time; these faults alone: late; "
+        "one moment of each step; cells side by side: GPU memory not judged.\n"
+    )
+    nothing = recorded([], **HEADER, **{**more, "cells": []}, cells_left_out=7)
+    assert "7 cells left out" in render("faults", [nothing])
+
+
+@pytest.mark.parametrize("cut", [["--one-moment"], ["--only", "late"], ["--time-limit", "9"]])
+def test_a_run_of_some_cells_needs_a_folder_of_its_own(cut: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(fault_matrix.main)
+    with mock.patch.object(fault_matrix, "find_moments") as started:
+        done = CliRunner().invoke(app, ["--cpu", *cut])
+    assert done.exit_code == 2
+    assert not started.called
+    assert fault_matrix.chosen_folder(None, "all", False, float("inf")) == fault_matrix.RESULTS
 
 
 def test_a_file_that_a_table_cannot_be_made_of_is_named() -> None:
