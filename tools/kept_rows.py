@@ -7,12 +7,11 @@ as they were. So that it stays known what is of which run, every row carries its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ulysses_ops.tools.results import Machine, write_results
+from ulysses_ops.tools.results import Machine, read_results, write_results
 from ulysses_ops.tools.revision import read_commit
 
 SAME = ("gpu", "gpu_count", "driver", "torch", "cuda", "nccl")  # what rows of one file share
@@ -35,11 +34,14 @@ def keep_rows(
 
     Returns:
         The path, and why earlier rows of the file were not kept; empty where they were.
+
+    Raises:
+        ValueError: the file is there, and is no file of results.
     """
     path = folder / machine.folder / f"{name}.json"
     commit = commit or read_commit() or UNKNOWN
     mine = stamped(content, commit)
-    earlier: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    earlier = read_results(path, needs_rows=True) if path.exists() else None
     why_anew = "" if earlier is None else difference(earlier, machine)
     if earlier is not None and not why_anew:
         mine = merged(stamped(earlier, earlier.get("commit") or UNKNOWN), mine)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ulysses_ops.tools.kept_rows import UNKNOWN, commits_of, describe_commits
-from ulysses_ops.tools.results import Row, rows_from_json
+from ulysses_ops.tools.results import Row, read_results, rows_from_json
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,13 @@ class Record:
 
 
 def read_records(results: Path) -> list[Record]:
-    """Every file of a results folder, in the order of their paths."""
+    """Every file of a results folder, in the order of their paths.
+
+    Raises:
+        ValueError: one is no file of results.
+    """
     return [
-        Record(path.parent.name, path.stem, json.loads(path.read_text()))
+        Record(path.parent.name, path.stem, read_results(path))
         for path in sorted(results.glob("*/*.json"))
     ]
 

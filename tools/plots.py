@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ import typer
 from ulysses_ops.tools.block_table import TITLES
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, VARIANTS
 from ulysses_ops.tools.kept_rows import describe_commits
-from ulysses_ops.tools.results import Row, rows_from_json
+from ulysses_ops.tools.results import Row, read_results, rows_from_json
 from ulysses_ops.tools.step_rows import OP as STEP
 from ulysses_ops.tools.step_table import STEP_TITLES
 from ulysses_ops.tools.step_variants import STEP_VARIANTS
@@ -62,13 +61,13 @@ def draw_results(folder: Path, out: Path) -> list[Path]:
     block, timeline = folder / "block.json", folder / "block_timeline.json"
     out.mkdir(parents=True, exist_ok=True)
     if block.exists():
-        written += _draw_bars_of(json.loads(block.read_text()), "block", "DiT block", out)
+        written += _draw_bars_of(read_results(block), "block", "DiT block", out)
     if timeline.exists():
-        content = json.loads(timeline.read_text())
+        content = read_results(timeline)
         lines = {key: Timeline.from_json(entry) for key, entry in content["timelines"].items()}
         draw_timelines(lines, _caption(content, "rank 0"), out / "block_timeline.png")
         written.append(out / "block_timeline.png")
-    steps = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{STEP}_*.json"))]
+    steps = [read_results(path) for path in sorted(folder.glob(f"{STEP}_*.json"))]
     if steps:
         rows = [row for content in steps for row in content.get("rows", [])]
         written += _draw_bars_of({**steps[-1], "rows": rows}, STEP, "denoising step", out)

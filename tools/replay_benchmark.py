@@ -23,6 +23,7 @@ from ulysses_ops.tools.benchmark_plan import (
 )
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans
 from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN
+from ulysses_ops.tools.results import check_results
 from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS
 from ulysses_ops.tools.tables import print_rows
@@ -128,9 +129,14 @@ def run_benchmark(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     is_functional = plans[0].is_functional
+    kept = out if is_functional else folder
+    if kept is not None:
+        try:
+            check_results(kept, [plan.name for plan in plans])
+        except ValueError as error:
+            raise typer.BadParameter(f"--out: {error}") from error
     if is_functional:
         console.print(FUNCTIONAL_RUN, style="bold yellow")
-    kept = out if is_functional else folder
     finished = run_plans(console, plans, Keeping(kept, commit), time_limit)
     for outcome in finished.outcomes:
         print_rows(console, outcome.machine, outcome.transport, outcome.rows, outcome.not_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.kept_rows import difference, finished_of
 from ulysses_ops.tools.launch import RankContext
-from ulysses_ops.tools.results import Machine, Row, rows_from_json, rows_to_json
+from ulysses_ops.tools.results import Machine, Row, read_results, rows_from_json, rows_to_json
 
 NO_TIME = "the time limit left none for it"
 
@@ -124,8 +123,7 @@ def describe_transport(comm: UlyssesCommunicator) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    content: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return content
+    return read_results(path, needs_rows=True) if path.exists() else None
 
 
 def earlier_outcome(
@@ -145,4 +143,4 @@ def earlier_outcome(
     header = content.get("commit")
     rows = [row for row in content["rows"] if (row.get("commit") or header) == commit]
     finished = [key for key, of in finished_of(content, header).items() if of == commit]
-    return Outcome(machine, rows_from_json(rows), str(content["transport"]), tuple(finished))
+    return Outcome(machine, rows_from_json(rows), str(content.get("transport", "")), tuple(finished))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,12 +13,41 @@ from typing import Any, Literal
 
 import torch
 
+from ulysses_ops.kinds import is_whole, shown
 from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Summary
 from ulysses_ops.topology import probe
 
 Mode = Literal["eager", "graph"]
+
+MISSING = object()
+OR_NONE = (str, type(None))
+# What each file begins with, and what some hold.
+HEADER: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("gpu", "torch", "date"), (str,)),
+    "gpu_count": (int,),
+    **dict.fromkeys(("driver", "cuda", "nccl", "commit"), OR_NONE),
+}
+SOMETIMES: dict[str, tuple[type, ...]] = {
+    "rows": (list,),
+    "transport": (str,),
+    "insisted": (dict,),
+    "finished": (list, dict),
+    "not_run": (dict,),
+}
+# What JSON has where a row's annotation says so.
+OF_ROWS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "str | None": OR_NONE,
+    "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
+    "bool | None": (bool, type(None)),
+    "tuple[int, int, int, int]": (tuple,),
+    "tuple[float, float] | None": (tuple, type(None)),
+    "dict[str, Any] | None": (dict, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -200,6 +229,56 @@ def write_results(
     return path
 
 
+def read_results(path: Path, *, needs_rows: bool = False) -> dict[str, Any]:
+    """What :func:`write_results` has written.
+
+    Args:
+        path: The file.
+        needs_rows: Whether a file without rows will not do.
+
+    Raises:
+        ValueError: it cannot be read, or is not as results are; the text names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        why = _why_no_results(content, needs_rows)
+    except (OSError, ValueError) as error:  # what is no JSON, and what is no text, are both such
+        why = str(error)
+    if why:
+        message = f"results: {path} is no file of results: {why}; mend it or move it away"
+        raise ValueError(message)
+    found: dict[str, Any] = content
+    return found
+
+
+def check_results(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder in which files that rows are to be added to are not as results are.
+
+    It is known before ranks start; of which machine they are is not, so all are looked at.
+
+    Raises:
+        ValueError: the first that is not, by its path.
+    """
+    for name in names:
+        for path in sorted(folder.glob(f"*/{name}.json")):
+            read_results(path, needs_rows=True)
+
+
+def _why_no_results(content: object, needs_rows: bool) -> str:
+    if not isinstance(content, dict):
+        return "it holds no object"
+    for name, kinds in HEADER.items():
+        if not isinstance(content.get(name, MISSING), kinds):
+            return f"'{name}' is {shown(content[name]) if name in content else 'missing'}"
+    for name, kinds in SOMETIMES.items():
+        if name in content and not isinstance(content[name], kinds):
+            return f"'{name}' is {shown(content[name])}"
+    if needs_rows and "rows" not in content:
+        return "'rows' is missing"
+    rows_from_json(content.get("rows", []))
+    return ""
+
+
 def rows_to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows for :func:`write_results`; what does not apply is left out, ``exact`` never is."""
     kept = ("median_us", "p99_us", "exact")
@@ -213,11 +292,15 @@ def rows_from_json(entries: Sequence[dict[str, Any]]) -> list[Row]:
     """Rows of a results file.
 
     Raises:
-        ValueError: an entry has a field that no row has, or lacks one that every row has.
+        ValueError: an entry has a field that no row has, lacks one that every row has, or has
+            something else in it than rows have.
     """
     known = {field.name for field in fields(Row)}
     rows = []
     for entry in entries:
+        if not isinstance(entry, dict):
+            message = f"results: a row is {shown(entry)}, and must be an object"
+            raise ValueError(message)
         unknown = sorted(set(entry) - known)
         if unknown:
             message = (
@@ -230,7 +313,19 @@ def rows_from_json(entries: Sequence[dict[str, Any]]) -> list[Row]:
         except TypeError as error:
             message = f"results: a row is incomplete: {error}"
             raise ValueError(message) from error
+        _check_row(rows[-1])
     return rows
+
+
+def _check_row(row: Row) -> None:
+    for field in fields(Row):
+        value = getattr(row, field.name)
+        if not isinstance(value, OF_ROWS.get(str(field.type), object)):
+            message = f"results: a row of {shown(row.op)} has {field.name}={shown(value)}"
+            raise ValueError(message)
+    if len(row.shape) != 4 or not all(is_whole(size) for size in row.shape):
+        message = f"results: a row of {shown(row.op)} has shape={list(row.shape)}"
+        raise ValueError(message)
 
 
 def _rounded(value: Any) -> Any:

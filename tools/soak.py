@@ -14,7 +14,6 @@ each piece, and ``--resume`` goes on behind the last one.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.held import read_held
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
 from ulysses_ops.tools.replays import CheckedExchange, delay
-from ulysses_ops.tools.results import Machine, read_machine, write_results
+from ulysses_ops.tools.results import Machine, read_machine, read_results, write_results
 from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.shapes import Shape
 
@@ -157,16 +156,16 @@ def read_earlier(path: Path, machine: Machine, commit: str | None) -> dict[str, 
     """What an earlier run has finished.
 
     Raises:
-        ValueError: it ran elsewhere, or from another commit.
+        ValueError: it ran elsewhere, or from another commit, or is no file of results.
     """
     if not path.exists():
         return {"cycles": [], "pieces": []}
-    earlier: dict[str, Any] = json.loads(path.read_text())
+    earlier = read_results(path)
     for field, here in (("gpu", machine.gpu), ("torch", machine.torch), ("commit", commit)):
         if earlier[field] != here:
             message = f"soak: {path} is of {field} {earlier[field]}, this is {here}; do not resume"
             raise ValueError(message)
-    return {"cycles": earlier["cycles"], "pieces": earlier["pieces"]}
+    return {"cycles": earlier.get("cycles", []), "pieces": earlier.get("pieces", [])}
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
@@ -196,7 +195,10 @@ def main(
     commit = commit or read_commit()
     found: dict[str, Any] = {"cycles": [], "pieces": []}
     if resume:
-        found = read_earlier(out / machine.folder / f"{NAME}.json", machine, commit)
+        try:
+            found = read_earlier(out / machine.folder / f"{NAME}.json", machine, commit)
+        except ValueError as error:
+            raise typer.BadParameter(f"--resume: {error}") from error
     first = len(found["pieces"])
     job = SoakJob(SMALL if cpu else SHAPES, first, pieces, calls, cycles)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import typer
 from recorded import MACHINE, a_row
+from rich.console import Console
 
+from ulysses_ops.tools import one_launch
 from ulysses_ops.tools.kept_rows import commits_of, keep_rows
-from ulysses_ops.tools.markdown import Record
+from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.markdown import Record, read_records
 from ulysses_ops.tools.report import Outcome
-from ulysses_ops.tools.results import Row, write_results
+from ulysses_ops.tools.results import Row, check_results, rows_to_json, write_results
 
 
 def _block(model: str, variant: str, median_us: float) -> Row:
@@ -98,3 +103,59 @@ def test_a_file_of_one_run_gets_the_commit_of_its_header(tmp_path: Path) -> None
     assert content["finished"]["block/wan"] == "aaa"
     assert commits_of(content) == ["aaa", "bbb"]
     assert "commits aaa, bbb" in Record("h200-x2", "block", content).caption()
+
+
+# ---- files that are not as they must be ----------------------------------------------------------
+
+GOOD = {**asdict(MACHINE), "commit": "aaa", "date": "2026-11-30T00:00:00+00:00"}
+ROW = rows_to_json([_block("FLUX", "ours", 10.0)])[0]
+BROKEN: dict[str, Any] = {
+    "Expecting value": None,
+    "holds no object": [],
+    "'gpu' is missing": {"torch": "2.11.0"},
+    "'date' is 3": {**GOOD, "date": 3},
+    "'rows' is 3": {**GOOD, "rows": 3},
+    "'rows' is missing": GOOD,
+    "a row is 3, and must be": {**GOOD, "rows": [3]},
+    "a row is incomplete": {**GOOD, "rows": [{"op": "block"}]},
+    "unknown fields": {**GOOD, "rows": [{**ROW, "speed": 1}]},
+    "world_size='2'": {**GOOD, "rows": [{**ROW, "world_size": "2"}]},
+    r"shape=\[1, 2\]": {**GOOD, "rows": [{**ROW, "shape": [1, 2]}]},
+    "median_us='fast'": {**GOOD, "rows": [{**ROW, "median_us": "fast"}]},
+    "'finished' is 'all'": {**GOOD, "rows": [], "finished": "all"},
+}
+
+
+def _broken(folder: Path, complaint: str) -> Path:
+    path = folder / MACHINE.folder / "block.json"
+    path.parent.mkdir()
+    found = BROKEN[complaint]
+    path.write_text("" if found is None else json.dumps(found))
+    return path
+
+
+@pytest.mark.parametrize("complaint", BROKEN)
+def test_a_file_that_is_none_of_results_is_named_and_kept(complaint: str, tmp_path: Path) -> None:
+    path = _broken(tmp_path, complaint)
+    before = path.read_text()
+    with pytest.raises(ValueError, match=f"block.json is no file of results: .*{complaint}"):
+        keep_rows(tmp_path, "block", MACHINE, "bbb", FIRST)
+    with pytest.raises(ValueError, match=complaint):
+        check_results(tmp_path, ["block"])
+    assert path.read_text() == before
+    check_results(tmp_path, ["other"])
+
+
+def test_it_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    _broken(tmp_path, "holds no object")
+    with mock.patch.object(one_launch, "run_ranks") as started, pytest.raises(typer.BadParameter):
+        one_launch.run_and_report(
+            Console(quiet=True), "block", print, None, Launch(2, "cpu"), out=tmp_path, commit=None
+        )
+    assert not started.called
+
+
+def test_a_page_is_not_written_from_it(tmp_path: Path) -> None:
+    _broken(tmp_path, "'gpu' is missing")
+    with pytest.raises(ValueError, match=r"block\.json is no file of results"):
+        read_records(tmp_path)
