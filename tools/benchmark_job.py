@@ -61,6 +61,7 @@ def run_rank(context: RankContext, jobs: list[Any]) -> Outcome:
     report = Report(context, read_machine(context.device, _num_gpus(context)))
     with torch.no_grad():
         for number, job in enumerate(jobs):
+            report.begin(job)
             if isinstance(job, BenchmarkJob):
                 _benchmark(context, job, report)
             elif isinstance(job, BlockJob):

@@ -240,12 +240,20 @@ def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
     )
 
 
+def _check_fresh(choice: Choice) -> None:
+    """Replays and runs on the CPU are done whole: none of their sections is looked up."""
+    if choice.resume is not None:
+        message = "resume: only timed runs on GPUs go on where they were cut; leave --resume out"
+        raise ValueError(message)
+
+
 def plan_replays(launch: Launch, replays: int, choice: Choice) -> Plan:
     """Many replays instead of times; ranks that share GPUs do small checks before.
 
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown, or an earlier run is to be gone on with.
     """
+    _check_fresh(choice)
     transport = choice.transport
     if launch.shares_devices:
         transport = transport or "ce"  # what ranks that share GPUs are there to check
@@ -269,8 +277,10 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     """The same code on CPU ranks, with small shapes.
 
     Raises:
-        ValueError: no small shape can be split over so many ranks, or a name is unknown.
+        ValueError: no small shape can be split over so many ranks, a name is unknown, or an
+            earlier run is to be gone on with.
     """
+    _check_fresh(choice)
     launch = Launch(world_size, "cpu", 0, limit_s)
     fitting = tuple(shape for shape in FUNCTIONAL if shape.fits(world_size))
     if not fitting:

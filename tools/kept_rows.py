@@ -89,6 +89,7 @@ def merged(earlier: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any
         }
         new = {key: why for key, why in mine["not_run"].items() if key not in before}
         told["not_run"] = reasons | new
+        told["insisted"] = earlier.get("insisted", {}) | mine.get("insisted", {})
     return told
 
 

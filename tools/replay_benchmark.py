@@ -130,11 +130,7 @@ def run_benchmark(
         raise typer.BadParameter(str(error)) from error
     is_functional = plans[0].is_functional
     kept = out if is_functional else folder
-    if kept is not None:
-        try:
-            check_results(kept, [plan.name for plan in plans])
-        except ValueError as error:
-            raise typer.BadParameter(f"--out: {error}") from error
+    _check_kept(kept, plans)
     if is_functional:
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     finished = run_plans(console, plans, Keeping(kept, commit), time_limit)
@@ -154,6 +150,14 @@ def run_benchmark(
         console.print(failure, style="red", markup=False, highlight=False)
     if wrong or finished.failures:
         raise typer.Exit(1)
+
+
+def _check_kept(folder: Path | None, plans: list[Plan]) -> None:
+    try:
+        if folder is not None:
+            check_results(folder, [plan.name for plan in plans])
+    except ValueError as error:
+        raise typer.BadParameter(f"--out: {error}") from error
 
 
 def main() -> None:

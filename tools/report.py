@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_ops.communicator import UlyssesCommunicator
-from ulysses_ops.tools.kept_rows import difference, finished_of
+from ulysses_ops.tools.kept_rows import UNKNOWN, difference, finished_of
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.results import Machine, Row, read_results, rows_from_json, rows_to_json
+from ulysses_ops.tools.revision import DIRTY
 
+NOTHING_INSISTED = "transport any, mapping any, signal any"
 NO_TIME = "the time limit left none for it"
 
 
@@ -25,6 +27,7 @@ class Outcome:
         transport: Transport, mapping and signal in use, and why.
         finished: Sections that are complete.
         not_run: Why something has no rows, by its name.
+        insisted: What the communicator was told to use, by finished section.
     """
 
     machine: Machine
@@ -32,6 +35,7 @@ class Outcome:
     transport: str
     finished: tuple[str, ...] = ()
     not_run: dict[str, str] = field(default_factory=dict)
+    insisted: dict[str, str] = field(default_factory=dict)
 
     def content(self) -> dict[str, Any]:
         """Entries of a results file, after its header."""
@@ -39,6 +43,7 @@ class Outcome:
             "transport": self.transport,
             "finished": list(self.finished),
             "not_run": self.not_run,
+            "insisted": self.insisted,
             "rows": rows_to_json(self.rows),
         }
 
@@ -68,6 +73,8 @@ class Report:
         self._rows: list[Row] = []
         self._finished: list[str] = []
         self._not_run: dict[str, str] = {}
+        self._insisted: dict[str, str] = {}
+        self._insists = NOTHING_INSISTED
         self.transport = ""
 
     @property
@@ -75,8 +82,18 @@ class Report:
         """All that was found so far."""
         transport = self.transport or (self._rows[0].transport if self._rows else "")
         return Outcome(
-            self._machine, list(self._rows), transport, tuple(self._finished), dict(self._not_run)
+            self._machine,
+            list(self._rows),
+            transport,
+            tuple(self._finished),
+            dict(self._not_run),
+            dict(self._insisted),
         )
+
+    def begin(self, job: Any) -> None:
+        """Note what the job insists on; sections that are added from here on carry it."""
+        names = ("transport", "mapping", "signal")
+        self._insists = insistence(**{name: getattr(job, name, None) for name in names})
 
     def has(self, section: str) -> bool:
         """Whether a section was finished, in this run or in the one that it resumes."""
@@ -88,6 +105,7 @@ class Report:
         """Finish a section, and hand in everything so far."""
         self._rows += rows
         self._finished.append(section)
+        self._insisted[section] = self._insists
         self._not_run |= not_run or {}
         self._context.deliver(self.outcome)
 
@@ -105,15 +123,25 @@ class Report:
         """Take over what an earlier run has finished. Collective.
 
         Raises:
-            ValueError: it ran elsewhere, or with other versions.
+            ValueError: it ran elsewhere, with other versions, or insisted on something else.
         """
         path = source.folder / self._machine.folder / f"{source.name}.json"
         earlier = self._context.gather(_read(path))[0]  # one rank's view of the file, on all
         if earlier is not None:
-            found = earlier_outcome(earlier, self._machine, source.commit, str(path))
+            found = earlier_outcome(
+                earlier, self._machine, source.commit, str(path), insists=self._insists
+            )
             self._rows = list(found.rows)
             self._finished = list(found.finished)
+            self._insisted = dict(found.insisted)
             self.transport = found.transport
+
+
+def insistence(
+    *, transport: str | None = None, mapping: str | None = None, signal: str | None = None
+) -> str:
+    """What a run insists on, as a results file keeps it; ``any`` is left to the communicator."""
+    return f"transport {transport or 'any'}, mapping {mapping or 'any'}, signal {signal or 'any'}"
 
 
 def describe_transport(comm: UlyssesCommunicator) -> str:
@@ -127,20 +155,45 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def earlier_outcome(
-    content: Mapping[str, Any], machine: Machine, commit: str | None, what: str
+    content: Mapping[str, Any],
+    machine: Machine,
+    commit: str | None,
+    what: str,
+    *,
+    insists: str = NOTHING_INSISTED,
 ) -> Outcome:
     """What an earlier run of this commit, now cut off, had finished; reasons are found anew.
 
-    What other commits have measured stays in the file, and is not taken for this one's.
+    What other commits have measured stays in the file, and is not taken for this one's. Of files
+    that differ from their commit nobody can tell whether they are the same: nothing is taken over.
+
+    Args:
+        content: Of the file.
+        machine: Where it goes on.
+        commit: What goes on.
+        what: The file, for the message.
+        insists: What this run insists on.
 
     Raises:
-        ValueError: its rows may not stand beside those of this machine.
+        ValueError: its rows may not stand beside those of this machine, or of this transport.
     """
     other = difference(content, machine)
     if other:
         message = f"resume: {what} is of another run: {other}; start anew"
         raise ValueError(message)
+    if commit is None or commit.endswith(DIRTY):
+        return Outcome(machine, [], "")
     header = content.get("commit")
     rows = [row for row in content["rows"] if (row.get("commit") or header) == commit]
     finished = [key for key, of in finished_of(content, header).items() if of == commit]
-    return Outcome(machine, rows_from_json(rows), str(content.get("transport", "")), tuple(finished))
+    told = content.get("insisted", {})
+    insisted = {key: str(told.get(key, UNKNOWN)) for key in finished}
+    for key, said in insisted.items():
+        if said != insists:
+            message = (
+                f"resume: {what}: {key} was measured with {said}, this run asks for {insists}; "
+                f"ask for the same, or start anew"
+            )
+            raise ValueError(message)
+    transport = str(content.get("transport", "")) if finished else ""
+    return Outcome(machine, rows_from_json(rows), transport, tuple(finished), insisted=insisted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+DIRTY = "-dirty"  # behind a commit: files differ from it
 TREES = ("csrc", "ulysses_ops", "graphs")
 
 
@@ -13,7 +14,7 @@ def read_commit() -> str | None:
     head = _git("rev-parse", "HEAD")
     if head is None or _git("rev-parse", "HEAD:csrc") is None:  # none, or some other repository
         return None
-    return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+    return f"{head}{DIRTY}" if _git("status", "--porcelain", "--untracked-files=no") else head
 
 
 def read_trees() -> dict[str, str] | None:

@@ -84,7 +84,7 @@ def is_whole(value: object) -> bool:
     )
 
 
-def whole_numbers(op: str, name: str, values: object, what: str) -> tuple[int, ...]:
+def whole_numbers(op: str, name: str, values: Any, what: str) -> tuple[int, ...]:
     """Whole numbers of anything that is gone through once, such as a generator.
 
     Args:
@@ -97,7 +97,7 @@ def whole_numbers(op: str, name: str, values: object, what: str) -> tuple[int, .
         ValueError: it cannot be gone through, or an entry is no whole number.
     """
     try:
-        held: object = values if isinstance(values, str | bytes) else tuple(values)  # type: ignore[call-overload]
+        held: object = values if isinstance(values, str | bytes) else tuple(values)
     except TypeError:
         held = values
     if held is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ulysses_ops.tools.api_page import page
-from ulysses_ops.tools.readme_tables import MARKED
+from ulysses_ops.tools.readme_tables import find_places
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -230,7 +230,10 @@ FIGURE = re.compile(r"\d[\d,.]* ?(us|ms|GB/s|TFLOP/s|microseconds)\b")
 
 def figures_of(text: str) -> list[str]:
     """Lines that quote a time or a rate, outside the tables that tools make from results."""
-    return [line for line in MARKED.sub("", text).splitlines() if FIGURE.search(line)]
+    places = find_places(text)
+    edges = zip([0, *(p.end for p in places)], [*(p.begin for p in places), None], strict=True)
+    prose = "".join(text[begin:end] for begin, end in edges)
+    return [line for line in prose.splitlines() if FIGURE.search(line)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -16,14 +16,26 @@ from test_timeline import a_trace
 
 from ulysses_ops.tools import benchmark_run, plots
 from ulysses_ops.tools.benchmark_job import run_rank
-from ulysses_ops.tools.benchmark_plan import Choice, Plan, plan_benchmark
+from ulysses_ops.tools.benchmark_plan import (
+    Choice,
+    Plan,
+    plan_benchmark,
+    plan_functional,
+    plan_replays,
+)
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans, with_trials
 from ulysses_ops.tools.block_job import BlockJob
 from ulysses_ops.tools.block_table import block_table, projection_table
 from ulysses_ops.tools.block_trial import Tried
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
 from ulysses_ops.tools.markdown import Record
-from ulysses_ops.tools.report import Outcome, ResumeFrom, earlier_outcome
+from ulysses_ops.tools.report import (
+    NOTHING_INSISTED,
+    Outcome,
+    ResumeFrom,
+    earlier_outcome,
+    insistence,
+)
 from ulysses_ops.tools.results import Row, rows_to_json, write_results
 from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS
 from ulysses_ops.tools.timeline import read_trace
@@ -32,7 +44,14 @@ from ulysses_ops.tools.timing import Effort
 TINY, BATCH = FUNCTIONAL_BLOCKS
 CPU = replace(MACHINE, gpu="cpu", gpu_count=0)
 LAUNCH = Launch(2, "cpu", 0, 100.0, 60.0)
-OUTCOME = Outcome(MACHINE, [a_row()], "ce", ("exchange/wan-480p",), {"block: x": "why"})
+OUTCOME = Outcome(
+    MACHINE,
+    [a_row()],
+    "ce",
+    ("exchange/wan-480p",),
+    {"block: x": "why"},
+    {"exchange/wan-480p": NOTHING_INSISTED},
+)
 
 
 # ---- a run that is cut off -----------------------------------------------------------------------
@@ -105,6 +124,40 @@ def test_an_earlier_run_of_the_same_kind_is_taken_over() -> None:
 def test_rows_of_another_kind_are_not_mixed_in(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         earlier_outcome(_content(**changes), MACHINE, "abc", "f.json")
+
+
+@pytest.mark.parametrize(
+    ("insisted", "insists", "complaint"),
+    [
+        ("transport any, mapping any, signal any", insistence(transport="nccl"), "transport nccl"),
+        (insistence(mapping="ipc"), insistence(mapping="vmm"), "with transport any, mapping ipc"),
+        (None, insistence(), "with unknown"),
+    ],
+)
+def test_rows_of_another_transport_are_not_taken_over(
+    insisted: str | None, insists: str, complaint: str
+) -> None:
+    told = {} if insisted is None else {"exchange/wan-480p": insisted}
+    content = _content(insisted=told)
+    with pytest.raises(ValueError, match=f"exchange/wan-480p was measured .*{complaint}"):
+        earlier_outcome(content, MACHINE, "abc", "f.json", insists=insists)
+    if insisted is not None:
+        found = earlier_outcome(content, MACHINE, "abc", "f.json", insists=insisted)
+        assert found.insisted == told
+
+
+@pytest.mark.parametrize("commit", ["abc-dirty", None])
+def test_of_changed_files_nothing_counts_as_finished(commit: str | None) -> None:
+    found = earlier_outcome(_content(commit=commit), MACHINE, commit, "f.json")
+    assert (found.rows, found.finished) == ([], ())
+
+
+def test_what_is_done_whole_is_not_resumed(tmp_path: Path) -> None:
+    choice = Choice(resume=tmp_path)
+    with pytest.raises(ValueError, match="resume: only timed runs on GPUs"):
+        plan_functional(2, 0, 100.0, choice)
+    with pytest.raises(ValueError, match="resume: only timed runs on GPUs"):
+        plan_replays(LAUNCH, 5, choice)
 
 
 def test_a_block_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
