@@ -16,17 +16,40 @@ from rich.console import Console
 
 from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN, run_and_report
-from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS, PRODUCTION, select_shapes
+from ulysses_ops.tools.shapes import FUNCTIONAL_BLOCKS, PRODUCTION, Shape, select_shapes
 from ulysses_ops.tools.timing import Effort
 from ulysses_ops.tools.weight_rows import WeightJob, weight_rows
 
 
+def fitting_shapes(keys: str, ranks: int, *, on_gpu: bool) -> tuple[Shape, ...]:
+    """Shapes that so many ranks divide; small ones without GPUs.
+
+    Raises:
+        ValueError: a name is unknown, or none of those named can be divided.
+    """
+    named = select_shapes(keys, PRODUCTION)
+    chosen = named if on_gpu else FUNCTIONAL_BLOCKS
+    fitting = tuple(shape for shape in chosen if named and shape.fits(ranks))
+    if not fitting:
+        known = [shape.key for shape in PRODUCTION if not on_gpu or shape.fits(ranks)]
+        message = (
+            f"'{keys}' has no shape that is measured here and that {ranks} ranks divide; choose "
+            f"from {known}, or take fewer ranks"
+        )
+        raise ValueError(message)
+    return fitting
+
+
 def run_benchmark(
-    shapes: Annotated[str, typer.Option(help="Keys of shapes, or all.")] = "all",
+    shapes: Annotated[
+        str, typer.Option(help="Keys of shapes, or all; on the CPU small ones stand for them.")
+    ] = "all",
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks; by default one a GPU, or 2 on the CPU.")
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 8,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of a step; 8, or 3 on the CPU.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 8,
     batch_ms: Annotated[float, typer.Option(min=0.1, help="Time in a round, in ms.")] = 80.0,
     cpu: Annotated[bool, typer.Option(help="Run on the CPU even where there is a GPU.")] = False,
@@ -44,12 +67,11 @@ def run_benchmark(
     num_gpus = torch.cuda.device_count() if on_gpu else 0
     ranks = world_size or max(num_gpus, 2)
     try:
-        chosen = select_shapes(shapes, PRODUCTION) if on_gpu else FUNCTIONAL_BLOCKS
+        fitting = fitting_shapes(shapes, ranks, on_gpu=on_gpu)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    fitting = tuple(shape for shape in chosen if shape.fits(ranks))
+        raise typer.BadParameter(f"--shapes: {error}") from error
     effort = Effort(rounds, batch_ms) if on_gpu else Effort(2, 1.0)
-    job = WeightJob(fitting, layers if on_gpu else 3, effort)
+    job = WeightJob(fitting, layers or (8 if on_gpu else 3), effort)
     if not on_gpu:
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     launch = Launch(ranks, "cuda" if on_gpu else "cpu", num_gpus, time_limit)

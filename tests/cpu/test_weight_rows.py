@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import typer
 from recorded import MACHINE, a_row
@@ -120,3 +121,28 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     rows = rows_from_json(content["rows"])
     assert len(rows) == 4 * len(FUNCTIONAL_BLOCKS)
     assert all(row.exact for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--shapes", "nothing"], ["--shapes", "wan-720p"], ["--world-size", "7"]],
+    ids=["unknown", "of blocks alone", "too many ranks"],
+)
+def test_what_has_no_shape_is_refused(options: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(weight_benchmark.run_benchmark)
+    with mock.patch.object(weight_benchmark, "run_and_report") as started:
+        done = CliRunner().invoke(app, ["--cpu", *options])
+    assert done.exit_code == 2
+    assert not started.called
+    with pytest.raises(ValueError, match=r"5 ranks divide; choose from \['wan-480p', 'lingbot'\]"):
+        weight_benchmark.fitting_shapes("flux", 5, on_gpu=True)
+
+
+def test_layers_are_as_many_as_asked_for_on_the_cpu_too() -> None:
+    app = typer.Typer()
+    app.command()(weight_benchmark.run_benchmark)
+    with mock.patch.object(weight_benchmark, "run_and_report") as started:
+        for options, layers in (([], 3), (["--layers", "5", "--shapes", "flux"], 5)):
+            assert CliRunner().invoke(app, ["--cpu", *options]).exit_code == 0
+            assert started.call_args.args[3].layers == layers
