@@ -72,6 +72,31 @@ def test_the_latest_rows_are_kept() -> None:
     assert slots.place((1, 0)).slots[0] == (slots.positions(0).index(9),)
 
 
+@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=20))
+def test_divided_rows_leave_the_latest_of_all(
+    world_size: int, capacity: int, steps: list[int]
+) -> None:
+    slots, total = RowSlots(capacity, world_size, "latest"), world_size * capacity
+    for rows in [1] * (total + 2) + [min(rows, total) for rows in steps]:
+        slots.place(slots.divide(rows))
+        held = [p for rank in range(world_size) for p in slots.positions(rank) if p >= 0]
+        assert sorted(held) == list(range(max(0, slots.length - total), slots.length))
+    with pytest.raises(ValueError, match="slots free and is given"):
+        slots.place(slots.divide(total + 1))
+
+
+def test_the_oldest_row_is_overwritten_wherever_it_is() -> None:
+    slots = RowSlots(2, 2, "latest")
+    slots.place((2, 1))
+    shares = [slots.divide(1) for _ in range(4) if slots.place(slots.divide(1))]
+    assert [slots.positions(rank) for rank in (0, 1)] == [(4, 5), (6, 3)]
+    assert shares == [(1, 0), (1, 0), (0, 1), (0, 1)]  # whose turn it is after each row
+    always_the_first = RowSlots(2, 2, "latest")
+    for shares_of_one in [(2, 1), (0, 1), (1, 0), (1, 0), (1, 0)]:
+        always_the_first.place(shares_of_one)
+    assert 2 in always_the_first.positions(1)  # older than what rank 0 lost
+
+
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
