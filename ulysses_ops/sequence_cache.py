@@ -16,12 +16,14 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange
-from .plan import even_splits
+from .kinds import check_tensors
+from .plan import checked_splits, even_splits
 from .row_slots import Keep, Placement, RowSlots
 from .window_spec import WindowSpec
 from .windows import Window, reserve
 
 Heads = Literal["all", "split"]
+OP = "SequenceCache"
 
 
 class SequenceCache:
@@ -107,17 +109,32 @@ class SequenceCache:
             slots: ``(n,)`` from :meth:`slots`.
 
         Raises:
-            ValueError: shape or dtype is not that of the cache.
+            ValueError: shape, dtype or device is not that of the cache.
         """
-        batch, _, heads, head_dim = self.rows.shape
-        expected = (batch, slots.shape[0], heads, head_dim)
-        if x.shape != expected or x.dtype != self.rows.dtype:
+        check_tensors(OP, slots=slots)
+        if slots.dim() != 1 or slots.dtype != torch.int64:
             message = (
-                f"SequenceCache: new rows are {list(x.shape)}, {x.dtype}, and {list(expected)}, "
-                f"{self.rows.dtype} have a place; pass the rows of this rank"
+                f"{OP}: slots are {list(slots.shape)}, {slots.dtype}, and must be (n,), "
+                f"torch.int64; pass what slots() returned"
             )
             raise ValueError(message)
+        self._check_rows(x, slots.shape[0])
         self.rows.index_copy_(1, slots, x)
+
+    def _check_rows(self, x: Tensor, count: int | None = None) -> None:
+        """Refuse new rows that have no place here, or are not as many as ``count``."""
+        check_tensors(OP, x=x)
+        batch, _, heads, head_dim = self.rows.shape
+        rows = x.shape[1] if count is None and x.dim() == 4 else count
+        expected = [batch, "n" if rows is None else rows, heads, head_dim]
+        of_cache = (self.rows.dtype, self.rows.device)
+        if list(x.shape) != expected or (x.dtype, x.device) != of_cache:
+            message = (
+                f"{OP}: new rows are {list(x.shape)}, {x.dtype}, on {x.device}, and {expected}, "
+                f"{self.rows.dtype}, on {self.rows.device} have a place on rank {self._comm.rank}; "
+                f"pass the rows of this rank"
+            )
+            raise ValueError(message)
 
     def append(self, x: Tensor, splits: Sequence[int] | None = None) -> Placement:
         """Place and write this rank's shard ``(B, S_local, H, D)`` of a chunk.
@@ -127,17 +144,14 @@ class SequenceCache:
             splits: Rows of every rank; alike on all when left out.
 
         Raises:
-            ValueError: they do not fit, or shapes or splits are wrong.
+            ValueError: they do not fit, or shape, dtype, device or splits are wrong; no slot is
+                taken then.
         """
         world_size, rank = self._comm.world_size, self._comm.rank
-        sizes = (x.shape[1],) * world_size if splits is None else tuple(splits)
-        batch, _, heads, head_dim = self.rows.shape
-        if len(sizes) != world_size or x.shape != (batch, sizes[rank], heads, head_dim):
-            message = (
-                f"SequenceCache: rank {rank} appends {list(x.shape)} with splits {list(sizes)} to "
-                f"rows of {[batch, self.capacity, heads, head_dim]}; give the rows of all ranks"
-            )
-            raise ValueError(message)
+        self._check_rows(x)
+        given = (x.shape[1],) * world_size if splits is None else splits
+        sizes = checked_splits(OP, "seq", given, None, world_size)
+        self._check_rows(x, sizes[rank])
         placement = self.place(sizes)
         self.write(x, self.slots(placement))
         return placement
@@ -146,8 +160,9 @@ class SequenceCache:
         """Of rows ``(B, n, H, D)`` that every rank has, each writes a share: nothing is sent.
 
         Raises:
-            ValueError: they do not fit, or the shape is wrong.
+            ValueError: they do not fit, or shape, dtype or device is wrong; no slot is taken then.
         """
+        self._check_rows(x)
         placement = self.place(x.shape[1])
         first = sum(placement.splits[: self._comm.rank])
         share = x.narrow(1, first, placement.splits[self._comm.rank])

@@ -271,9 +271,9 @@ def test_decoding_over_caches_that_stay_where_they_are(ranks: Ranks, world_size:
 def test_what_is_refused() -> None:
     with UlyssesCommunicator(device="cpu") as comm:
         cache = SequenceCache(comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32)
-        with pytest.raises(ValueError, match="rank 0 appends"):
+        with pytest.raises(ValueError, match=r"new rows are \[1, 3, 1, 8\]"):
             cache.append(torch.zeros(1, 3, 1, 8))
-        with pytest.raises(ValueError, match="rank 0 appends"):
+        with pytest.raises(ValueError, match=r"and \[1, 2, 2, 8\], torch.float32, on cpu have a pl"):
             cache.append(torch.zeros(1, 3, 2, 8), [2])
         cache.append(torch.zeros(1, 3, 2, 8))
         with pytest.raises(ValueError, match="has 1 of 4 slots free"):
@@ -284,3 +284,23 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="new rows are"):
             cache.write(torch.zeros(1, 1, 2, 8, dtype=torch.float64), cache.slots(placement))
         assert cache.read(slots=2).shape == (1, 2, 2, 8)
+
+
+def test_refused_rows_take_no_slots() -> None:
+    good = torch.ones(1, 3, 2, 8)
+    wrong = [good.double(), good[:, :, :1], good.squeeze(0), good[..., :4], torch.ones(3)]
+    with UlyssesCommunicator(device="cpu") as comm:
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32)
+        for x in wrong:
+            for append in (cache.append, cache.append_replicated):
+                with pytest.raises(ValueError, match="new rows are"):
+                    append(x)
+        with pytest.raises(ValueError, match="must be 1 sizes"):
+            cache.append(good, [3, 3])
+        slots = torch.zeros(3, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"must be \(n,\), torch.int64"):
+            cache.write(good, slots)
+        assert cache.account.used() == (0,)
+        assert cache.account.length == 0
+        assert cache.append(good).first == 0
+        assert cache.account.used() == (3,)
