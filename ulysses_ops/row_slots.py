@@ -145,8 +145,11 @@ class RowSlots:
         Raises:
             ValueError: it is not a length up to the present one.
         """
-        if not 0 <= length <= self.length:
-            message = f"SequenceCache: length={length} must be from 0 to the {self.length} there is"
+        if not is_whole(length) or not 0 <= length <= self.length:
+            message = (
+                f"SequenceCache: length={shown(length)} must be from 0 to the {self.length} there "
+                f"is, a whole number"
+            )
             raise ValueError(message)
         for slots in self._positions:
             slots[:] = [position if position < length else -1 for position in slots]
