@@ -8,7 +8,7 @@ host: the slots of the new rows, the positions in the window, and with them the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -104,9 +104,8 @@ class SequenceCache:
         Raises:
             ValueError: they do not fit, or splits are wrong.
         """
-        if isinstance(splits, bool) or not hasattr(splits, "__iter__"):
-            return self.account.place(self.account.divide(splits))  # type: ignore[arg-type]
-        return self.account.place(splits)
+        shares = splits if isinstance(splits, Iterable) else self.account.divide(splits)
+        return self.account.place(shares)
 
     def slots(self, placement: Placement, *, replicated: bool = False) -> Tensor:
         """Slots of this rank's new rows, as :meth:`write` takes them.
