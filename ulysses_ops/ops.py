@@ -28,8 +28,7 @@ from .functional import (
     save_for_backward,
     scatter_backward,
 )
-from .kinds import check_sizes, check_tensors
-from .names import check_communicator, find_communicator
+from .names import check_call, find_communicator
 
 # Lengths change from call to call, and a compiler must not compile anew for each; heads stay.
 _SPLITS = "SymInt[]? seq_splits=None, int[]? head_splits=None"
@@ -275,17 +274,6 @@ LIBRARY = _register()  # registrations last as long as this object
 # ---- Python wrappers -----------------------------------------------------------------------------
 
 
-def _check_kinds(
-    op: str, x: object, comm: object, sizes: object, heads: object = None, starts: object = None
-) -> None:
-    """Refuse what is of another kind in a sentence, and not in a schema's words."""
-    check_communicator(op, comm)
-    check_tensors(op, x=x)
-    check_sizes(op, "seq_splits", sizes)
-    check_sizes(op, "head_splits", heads)
-    check_sizes(op, "seq_starts" if op == "gather" else "head_starts", starts)
-
-
 def scatter(
     x: Tensor,
     comm: UlyssesCommunicator,
@@ -326,7 +314,7 @@ def scatter(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    _check_kinds("scatter", x, comm, seq_splits, head_splits, head_starts)
+    check_call("scatter", x, comm, seq_splits, head_splits, head_starts)
     return cast(
         Tensor,
         torch.ops.ulysses.scatter(
@@ -367,7 +355,7 @@ def gather(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    _check_kinds("gather", x, comm, seq_splits, head_splits, seq_starts)
+    check_call("gather", x, comm, seq_splits, head_splits, seq_starts)
     return cast(
         Tensor,
         torch.ops.ulysses.gather(
@@ -401,5 +389,5 @@ def all_gather(
 
     Collective: as :func:`scatter`.
     """
-    _check_kinds("all_gather", x, comm, seq_splits)
+    check_call("all_gather", x, comm, seq_splits)
     return cast(Tensor, torch.ops.ulysses.all_gather(x, comm.world_size, comm.name, seq_splits))
