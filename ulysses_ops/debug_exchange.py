@@ -17,9 +17,12 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .functional import Functional, all_heads, exchange_once
+from .kinds import check_sizes, check_tensors, shown
+from .names import check_communicator
 from .plan import Direction, Layout, as_tuple, layout_of_source
 
 RESOURCE = "debug exchange"
+OP = "debug_exchange"
 RANK_SHIFT = 48
 INDEX_MASK = (1 << RANK_SHIFT) - 1
 MARK_BYTES = 8
@@ -132,9 +135,19 @@ def debug_exchange(
 
     Collective; waits on the host. Not inside a capture.
     """
+    check_communicator(OP, comm)
+    check_tensors(OP, x=x)
+    if op not in ("scatter", "gather", "all_gather"):
+        message = f"{OP}: op={shown(op)} must be 'scatter', 'gather' or 'all_gather'"
+        raise ValueError(message)
+    if x.dim() != 4:
+        message = f"{OP}: x must have shape (B, S, H, D), got {list(x.shape)}"
+        raise ValueError(message)
+    check_sizes(OP, "seq_splits", seq_splits)
+    check_sizes(OP, "head_splits", head_splits)
     functional: Functional = op
     if op == "all_gather" and head_splits is not None:
-        message = "debug_exchange: all_gather sends all heads; leave head_splits out"
+        message = f"{OP}: all_gather sends all heads; leave head_splits out"
         raise ValueError(message)
     heads = all_heads(x.shape, comm.world_size) if op == "all_gather" else (head_splits, None)
     direction: Direction = "gather" if op == "gather" else "scatter"
@@ -149,7 +162,7 @@ def debug_exchange(
     received = _as_marks(pieces, layout.window_shape(comm.rank)) ^ salt
     found = _compare(layout, comm.rank, received)
     record = None if found is None else [found.place, found.expected, found.found, found.count]
-    records = comm.agreement.exchange("debug_exchange", {"found": record})
+    records = comm.agreement.exchange(OP, {"found": record})
     what = f"{op} of {list(layout.global_shape)}, {x.dtype}, on '{comm.transport}'"
     return ExchangeReport(what, tuple(_from_json(entry["found"]) for entry in records))
 

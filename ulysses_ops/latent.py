@@ -149,8 +149,11 @@ def partial_attention(
 
     Returns:
         In fp32: attended latents ``(B, S, H, rank_dim)``, and the logarithm of the sum of
-        exponentials ``(B, S, H)``; zeros and ``-inf`` where nothing counts.
+        exponentials ``(B, S, H)``; zeros and ``-inf`` where nothing counts. What is in a row that
+        does not count, be it NaN, changes nothing.
     """
+    # A weight of zero is not enough: zero times NaN is NaN.
+    rows = rows.masked_fill(~counts.unsqueeze(-1), 0.0)
     scores = torch.einsum("bshd,bsnd->bshn", absorbed.float(), rows.float()) * heads.scale
     scores = scores.masked_fill(~counts.unsqueeze(2), -torch.inf)
     total = scores.logsumexp(dim=-1)

@@ -16,7 +16,7 @@ from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .first_stage import FirstStage
-from .kinds import shown
+from .kinds import check_kind, shown
 from .layer_checks import check_chunks, check_inputs, check_no_autocast, check_parts, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
@@ -113,6 +113,7 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_parts(comm, (q, k, v, out), (num_heads, kv_heads), norm_rope, attention)
+        check_kind("UlyssesAttention", "pack_weights", pack_weights, bool, "True or False")
         sizes = Projections(q, k, v, out, num_heads, kv_heads)
         sizes.check(norm_rope, comm.world_size)
         if schedule != "auto" and not isinstance(schedule, Schedule):

@@ -22,6 +22,8 @@ from .branches import Branches, Fork
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange, check_source
 from .functional import all_heads
+from .kinds import check_callable, check_tensors, is_whole, shown
+from .names import check_communicator
 from .plan import as_tuple, checked_splits, even_splits, layout_of_source
 from .window_spec import WindowSpec
 from .windows import refuse, reserve
@@ -93,6 +95,7 @@ def mixed_attention(
     Collective: every rank calls it with matching shapes, in the same order. No gradients: windows
     have none; with gradients call ``scatter``, ``all_gather`` and ``gather``.
     """
+    _check_kinds(q, shared, comm, attend, beside, value_dim)
     sources = [q, *shared]
     with Exchange(comm) as exchange, Fork(Branches.of(comm)) as fork:
         # Copies leave in order, so what is ready first comes first: queries last.
@@ -103,6 +106,7 @@ def mixed_attention(
                 source = sources[number]
                 made[number] = source if isinstance(source, Tensor) else source()
         tensors = [made[number] for number in range(len(sources))]
+        check_tensors(OP, **{f"source_{number}": x for number, x in enumerate(tensors)})
         specs, out_spec = _specs(tensors, comm, value_dim, seq_splits, head_splits, name)
         *windows, out_window = reserve(comm, [*specs, out_spec])
         for x, window in zip(tensors, windows, strict=True):  # all, before the first one leaves
@@ -121,6 +125,26 @@ def mixed_attention(
     with exchange:
         exchange.send(attended, out_window)
     return out_window.tensor.clone() if copy_out else out_window.tensor
+
+
+def _check_kinds(
+    q: object, shared: object, comm: object, attend: object, beside: object, value_dim: object
+) -> None:
+    """Refuse what is of another kind, before any source is made."""
+    check_communicator(OP, comm)
+    check_callable(OP, "attend", attend, "a function of what arrived")
+    for name, given in (("shared", shared), ("beside", beside)):
+        if not isinstance(given, list | tuple):
+            message = f"{OP}: {name}={shown(given)} must be a list"
+            raise ValueError(message)
+    for name, source in (("q", q), *(("each of shared", x) for x in shared)):  # type: ignore[attr-defined]
+        if not isinstance(source, Tensor):
+            check_callable(OP, name, source, "a tensor, or a function that returns one")
+    for work in beside:  # type: ignore[attr-defined]
+        check_callable(OP, "each of beside", work, "a function")
+    if not is_whole(value_dim) or value_dim < 1:  # type: ignore[operator]
+        message = f"{OP}: value_dim={shown(value_dim)} must be a whole number from 1"
+        raise ValueError(message)
 
 
 def _specs(
@@ -153,7 +177,8 @@ def _specs(
         where = (rank, splits, by_heads, f"{name}.in")
         return mixed_spec(f"{name}.{number}", shape, x.dtype, *where)
 
-    declared = [torch.Size((x.shape[0], splits[rank], *x.shape[2:])) for x in tensors]
+    batch = queries.shape[0]
+    declared = [torch.Size((batch, splits[rank], *x.shape[2:])) for x in tensors]
     specs = [spec(number, x, declared[number]) for number, x in enumerate(tensors)]
     out_shape = (*specs[0].shape[:3], value_dim)
     out = WindowSpec(f"{name}.out", "gather", out_shape, queries.dtype, None, splits, heads)
@@ -162,6 +187,13 @@ def _specs(
         message = (
             f"{OP}: rank {rank} holds {rows} rows of queries and shared sources, "
             f"seq_splits={list(splits)} give it {splits[rank]}; give the rows that all ranks hold"
+        )
+        refuse(comm, [*specs, out], message)
+    batches = [x.shape[0] for x in tensors]
+    if any(count != batch for count in batches):
+        message = (
+            f"{OP}: batches of queries and shared sources are {batches} on rank {rank}; give all "
+            f"of one batch"
         )
         refuse(comm, [*specs, out], message)
     return specs, out

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import group_of
 from .communicator import BY_NAME, UlyssesCommunicator
-from .kinds import check_kind
+from .kinds import check_kind, check_sizes, check_tensors
 
 
 def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicator:
@@ -65,3 +65,26 @@ def open_communicator(group: ProcessGroup | DeviceMesh | None) -> UlyssesCommuni
     if found is None or found.closed or found.group is not ranks or not found.is_current():
         return None
     return found
+
+
+def check_call(
+    op: str, x: object, comm: object, sizes: object, heads: object = None, starts: object = None
+) -> None:
+    """Refuse what is of another kind in a sentence, and not in a schema's words.
+
+    Args:
+        op: ``scatter``, ``gather`` or ``all_gather``.
+        x: A tensor.
+        comm: A communicator.
+        sizes: ``seq_splits``.
+        heads: ``head_splits``.
+        starts: ``head_starts``, of gather ``seq_starts``.
+
+    Raises:
+        ValueError: one of them is of another kind.
+    """
+    check_communicator(op, comm)
+    check_tensors(op, x=x)
+    check_sizes(op, "seq_splits", sizes)
+    check_sizes(op, "head_splits", heads)
+    check_sizes(op, "seq_starts" if op == "gather" else "head_starts", starts)

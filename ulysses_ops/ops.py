@@ -28,7 +28,7 @@ from .functional import (
     save_for_backward,
     scatter_backward,
 )
-from .names import check_communicator, find_communicator
+from .names import check_call, find_communicator
 
 # Lengths change from call to call, and a compiler must not compile anew for each; heads stay.
 _SPLITS = "SymInt[]? seq_splits=None, int[]? head_splits=None"
@@ -314,7 +314,7 @@ def scatter(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    check_communicator("scatter", comm)
+    check_call("scatter", x, comm, seq_splits, head_splits, head_starts)
     return cast(
         Tensor,
         torch.ops.ulysses.scatter(
@@ -355,7 +355,7 @@ def gather(
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    check_communicator("gather", comm)
+    check_call("gather", x, comm, seq_splits, head_splits, seq_starts)
     return cast(
         Tensor,
         torch.ops.ulysses.gather(
@@ -389,5 +389,5 @@ def all_gather(
 
     Collective: as :func:`scatter`.
     """
-    check_communicator("all_gather", comm)
+    check_call("all_gather", x, comm, seq_splits)
     return cast(Tensor, torch.ops.ulysses.all_gather(x, comm.world_size, comm.name, seq_splits))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .kinds import is_whole, shown
 from .plan import checked_splits, even_splits
 
 Keep = Literal["all", "latest"]
@@ -67,7 +68,33 @@ class RowSlots:
         """Shares of new rows that leave the ranks as evenly filled as it goes.
 
         One row at a time, as in decoding, goes to the emptiest rank, of equal ones the lowest.
+        Where the latest rows are kept and none is free, it goes to the rank that holds the oldest
+        row of all: so rows that are always divided like this leave the latest
+        ``world_size * capacity``.
+
+        Raises:
+            ValueError: ``rows`` is no whole number from 0.
         """
+        if not is_whole(rows) or rows < 0:
+            message = f"SequenceCache: rows={shown(rows)} to place must be a whole number from 0"
+            raise ValueError(message)
+        held = sorted(
+            (position, rank)
+            for rank, slots in enumerate(self._positions)
+            for position in slots
+            if position >= 0
+        )
+        free = self.capacity * self.world_size - len(held)
+        replaced = max(0, rows - free) if self.keep == "latest" else 0
+        if replaced > len(held):  # more rows than slots: divided evenly, for place to refuse
+            replaced = 0
+        shares = list(self._levelled(rows - replaced))
+        for _, rank in held[:replaced]:
+            shares[rank] += 1
+        return tuple(shares)
+
+    def _levelled(self, rows: int) -> tuple[int, ...]:
+        """Shares by which the emptiest ranks catch up with the others."""
         used, active = self.used(), list(range(self.world_size))
         while True:
             held = sum(used[rank] for rank in active)
@@ -118,8 +145,11 @@ class RowSlots:
         Raises:
             ValueError: it is not a length up to the present one.
         """
-        if not 0 <= length <= self.length:
-            message = f"SequenceCache: length={length} must be from 0 to the {self.length} there is"
+        if not is_whole(length) or not 0 <= length <= self.length:
+            message = (
+                f"SequenceCache: length={shown(length)} must be from 0 to the {self.length} there "
+                f"is, a whole number"
+            )
             raise ValueError(message)
         for slots in self._positions:
             slots[:] = [position if position < length else -1 for position in slots]

@@ -8,7 +8,7 @@ host: the slots of the new rows, the positions in the window, and with them the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange
-from .plan import even_splits
+from .kinds import check_kind, check_tensors, is_whole, shown
+from .names import check_communicator
+from .plan import checked_splits, even_splits
 from .row_slots import Keep, Placement, RowSlots
 from .window_spec import WindowSpec
 from .windows import Window, reserve
 
 Heads = Literal["all", "split"]
+OP = "SequenceCache"
 
 
 class SequenceCache:
@@ -68,12 +71,23 @@ class SequenceCache:
                 are read into.
 
         Raises:
-            ValueError: ``capacity`` or ``keep`` is wrong.
+            ValueError: a size, ``dtype``, ``keep`` or ``name`` is wrong.
         """
+        check_communicator(OP, comm)
+        sizes = {"batch": batch, "capacity": capacity, "heads": heads, "head_dim": head_dim}
+        for what, size in sizes.items():
+            if not is_whole(size) or size < 1:
+                message = f"{OP}: {what}={shown(size)} must be a whole number from 1"
+                raise ValueError(message)
+        check_kind(OP, "dtype", dtype, torch.dtype, "a torch.dtype")
+        check_kind(OP, "name", name, str, "text")
         self._comm = comm
         self._name = name
         self.account = RowSlots(capacity, comm.world_size, keep)
-        self.rows = torch.zeros((batch, capacity, heads, head_dim), dtype=dtype, device=comm.device)
+        # One slot more than is ever placed or read: where replays write what other ranks keep.
+        shape = (batch, capacity + 1, heads, head_dim)
+        self._rows_and_spare = torch.zeros(shape, dtype=dtype, device=comm.device)
+        self.rows = self._rows_and_spare[:, :capacity]
 
     @property
     def capacity(self) -> int:
@@ -90,14 +104,27 @@ class SequenceCache:
         Raises:
             ValueError: they do not fit, or splits are wrong.
         """
-        shares = self.account.divide(splits) if isinstance(splits, int) else splits
+        shares = splits if isinstance(splits, Iterable) else self.account.divide(splits)
         return self.account.place(shares)
 
-    def slots(self, placement: Placement) -> Tensor:
-        """Slots of this rank's new rows, as :meth:`write` takes them."""
-        return torch.tensor(
-            placement.slots[self._comm.rank], dtype=torch.int64, device=self._comm.device
-        )
+    def slots(self, placement: Placement, *, replicated: bool = False) -> Tensor:
+        """Slots of this rank's new rows, as :meth:`write` takes them.
+
+        Args:
+            placement: From :meth:`place`.
+            replicated: For new rows that every rank has and passes to :meth:`write` whole: as many
+                slots on each rank, so that one captured step serves all. What other ranks keep goes
+                to the spare slot, number ``capacity``, which is never placed or read.
+
+        Returns:
+            ``(n,)``, int64: of this rank's new rows, or with ``replicated`` of all.
+        """
+        rank = self._comm.rank
+        chosen = list(placement.slots[rank])
+        if replicated:
+            before, after = sum(placement.splits[:rank]), sum(placement.splits[rank + 1 :])
+            chosen = [self.capacity] * before + chosen + [self.capacity] * after
+        return torch.tensor(chosen, dtype=torch.int64, device=self._comm.device)
 
     def write(self, x: Tensor, slots: Tensor) -> None:
         """Put rows into slots. Local, on the current stream, and capturable.
@@ -107,17 +134,32 @@ class SequenceCache:
             slots: ``(n,)`` from :meth:`slots`.
 
         Raises:
-            ValueError: shape or dtype is not that of the cache.
+            ValueError: shape, dtype or device is not that of the cache.
         """
-        batch, _, heads, head_dim = self.rows.shape
-        expected = (batch, slots.shape[0], heads, head_dim)
-        if x.shape != expected or x.dtype != self.rows.dtype:
+        check_tensors(OP, slots=slots)
+        if slots.dim() != 1 or slots.dtype != torch.int64:
             message = (
-                f"SequenceCache: new rows are {list(x.shape)}, {x.dtype}, and {list(expected)}, "
-                f"{self.rows.dtype} have a place; pass the rows of this rank"
+                f"{OP}: slots are {list(slots.shape)}, {slots.dtype}, and must be (n,), "
+                f"torch.int64; pass what slots() returned"
             )
             raise ValueError(message)
-        self.rows.index_copy_(1, slots, x)
+        self._check_rows(x, slots.shape[0])
+        self._rows_and_spare.index_copy_(1, slots, x)
+
+    def _check_rows(self, x: Tensor, count: int | None = None) -> None:
+        """Refuse new rows that have no place here, or are not as many as ``count``."""
+        check_tensors(OP, x=x)
+        batch, _, heads, head_dim = self.rows.shape
+        rows = x.shape[1] if count is None and x.dim() == 4 else count
+        expected = [batch, "n" if rows is None else rows, heads, head_dim]
+        of_cache = (self.rows.dtype, self.rows.device)
+        if list(x.shape) != expected or (x.dtype, x.device) != of_cache:
+            message = (
+                f"{OP}: new rows are {list(x.shape)}, {x.dtype}, on {x.device}, and {expected}, "
+                f"{self.rows.dtype}, on {self.rows.device} have a place on rank {self._comm.rank}; "
+                f"pass the rows of this rank"
+            )
+            raise ValueError(message)
 
     def append(self, x: Tensor, splits: Sequence[int] | None = None) -> Placement:
         """Place and write this rank's shard ``(B, S_local, H, D)`` of a chunk.
@@ -127,17 +169,14 @@ class SequenceCache:
             splits: Rows of every rank; alike on all when left out.
 
         Raises:
-            ValueError: they do not fit, or shapes or splits are wrong.
+            ValueError: they do not fit, or shape, dtype, device or splits are wrong; no slot is
+                taken then.
         """
         world_size, rank = self._comm.world_size, self._comm.rank
-        sizes = (x.shape[1],) * world_size if splits is None else tuple(splits)
-        batch, _, heads, head_dim = self.rows.shape
-        if len(sizes) != world_size or x.shape != (batch, sizes[rank], heads, head_dim):
-            message = (
-                f"SequenceCache: rank {rank} appends {list(x.shape)} with splits {list(sizes)} to "
-                f"rows of {[batch, self.capacity, heads, head_dim]}; give the rows of all ranks"
-            )
-            raise ValueError(message)
+        self._check_rows(x)
+        given = (x.shape[1],) * world_size if splits is None else splits
+        sizes = checked_splits(OP, "seq", given, None, world_size)
+        self._check_rows(x, sizes[rank])
         placement = self.place(sizes)
         self.write(x, self.slots(placement))
         return placement
@@ -146,8 +185,9 @@ class SequenceCache:
         """Of rows ``(B, n, H, D)`` that every rank has, each writes a share: nothing is sent.
 
         Raises:
-            ValueError: they do not fit, or the shape is wrong.
+            ValueError: they do not fit, or shape, dtype or device is wrong; no slot is taken then.
         """
+        self._check_rows(x)
         placement = self.place(x.shape[1])
         first = sum(placement.splits[: self._comm.rank])
         share = x.narrow(1, first, placement.splits[self._comm.rank])
@@ -156,12 +196,9 @@ class SequenceCache:
 
     def window(self, *, heads: Heads = "all", slots: int | None = None) -> Window:
         """The window that :meth:`read` fills. Collective at the first call with a size."""
-        count = self.capacity if slots is None else slots
-        if not 0 < count <= self.capacity or heads not in ("all", "split"):
-            message = (
-                f"SequenceCache: slots={slots} must be from 1 to {self.capacity}, heads={heads!r} "
-                f"'all' or 'split'"
-            )
+        count = self._checked_slots(slots)
+        if heads not in ("all", "split"):
+            message = f"{OP}: heads={shown(heads)} must be 'all' or 'split'"
             raise ValueError(message)
         batch, _, num_heads, head_dim = self.rows.shape
         world_size = self._comm.world_size
@@ -188,11 +225,12 @@ class SequenceCache:
             a cache of this name. Empty slots hold old or no data: mask them.
 
         Raises:
-            ValueError: ``slots`` or ``heads`` is wrong.
+            ValueError: ``slots`` or ``heads`` is wrong, or a row lies beyond ``slots``.
             UlyssesError: closed, or a capture needs a window that is not reserved.
 
         Collective, and capturable.
         """
+        self._check_reach(self._checked_slots(slots))
         window = self.window(heads=heads, slots=slots)
         count = window.layout.seq_splits[self._comm.rank]
         with Exchange(self._comm) as exchange:
@@ -200,14 +238,39 @@ class SequenceCache:
         return window.tensor
 
     def positions(self, slots: int | None = None) -> Tensor:
-        """Position in the sequence of each row that :meth:`read` returns, -1 for empty slots."""
-        count = self.capacity if slots is None else slots
+        """Position in the sequence of each row that :meth:`read` returns, -1 for empty slots.
+
+        Raises:
+            ValueError: ``slots`` is wrong, or a row lies beyond.
+        """
+        count = self._checked_slots(slots)
+        self._check_reach(count)
         numbers = [
             position
             for rank in range(self._comm.world_size)
             for position in self.account.positions(rank)[:count]
         ]
         return torch.tensor(numbers, dtype=torch.int64, device=self._comm.device)
+
+    def _checked_slots(self, slots: int | None) -> int:
+        count = self.capacity if slots is None else slots
+        if not is_whole(count) or not 0 < count <= self.capacity:
+            message = (
+                f"{OP}: slots={shown(slots)} must be from 1 to {self.capacity}, a whole number"
+            )
+            raise ValueError(message)
+        return count
+
+    def _check_reach(self, count: int) -> None:
+        """Refuse to leave out rows that there are."""
+        for rank in range(self._comm.world_size):
+            beyond = [p for p in self.account.positions(rank)[count:] if p >= 0]
+            if beyond:
+                message = (
+                    f"{OP}: slots={count} would leave out {len(beyond)} rows of rank {rank}, that "
+                    f"at position {beyond[0]} first; read more slots, up to {self.capacity}"
+                )
+                raise ValueError(message)
 
     def own_positions(self) -> Tensor:
         """Position of the row in each slot of this rank, -1 for empty ones."""

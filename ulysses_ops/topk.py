@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
+from .kinds import check_tensors, is_whole, shown
+from .names import check_communicator
 from .ops import all_gather
 from .plan import checked_splits
 
@@ -36,6 +38,13 @@ def _decoded(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ _MAGNITUDE, ordered)
     return bits.view(torch.float32).to(dtype), _LOW - (keys & _LOW)
+
+
+def _check_kinds(op: str, scores: Tensor, k: int) -> None:
+    check_tensors(op, scores=scores)
+    if not is_whole(k):
+        message = f"{op}: k={shown(k)} must be a whole number"
+        raise ValueError(message)
 
 
 def _check(op: str, scores: Tensor, k: int, columns: int) -> None:
@@ -64,6 +73,10 @@ def top_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: dtype or ``k`` is wrong.
     """
+    _check_kinds("top_rows", scores, k)
+    if scores.dim() == 0:
+        message = "top_rows: scores must have shape (..., S), got []"
+        raise ValueError(message)
     _check("top_rows", scores, k, scores.shape[-1])
     return _decoded(_keys(scores, 0).topk(k).values, scores.dtype)
 
@@ -96,6 +109,8 @@ def distributed_topk(
     Collective: every rank calls it with the same ``B``, ``Q``, ``k`` and dtype.
     """
     op = "distributed_topk"
+    check_communicator(op, comm)
+    _check_kinds(op, scores, k)
     if scores.dim() != 3:
         message = f"{op}: scores must have shape (B, Q, S_local), got {list(scores.shape)}"
         raise ValueError(message)

@@ -13,11 +13,14 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .exchange import Exchange
+from .kinds import check_tensors, is_whole, shown
+from .names import check_communicator
 from .plan import even_splits
 from .window_spec import WindowSpec
-from .windows import Window, reserve
+from .windows import Window, WindowCache, reserve
 
 NUM_SLOTS = 2
+OP = "WeightShards"
 
 
 class WeightShards:
@@ -50,36 +53,49 @@ class WeightShards:
             name: Weights of one name and shape share windows, if they do not overlap in time.
 
         Raises:
-            ValueError: there are none, or they are not alike.
+            ValueError: there are none, they are not alike, or ranks hold different numbers of them;
+                the same text on every rank.
             UlyssesError: as :func:`ulysses_ops.reserve`.
 
         Collective.
         """
-        if not shards or any(
-            x.dim() != 2 or x.shape != shards[0].shape or x.dtype != shards[0].dtype for x in shards
-        ):
-            shapes = sorted({(*x.shape, str(x.dtype)) for x in shards})
-            message = f"WeightShards: shards must be (rows, in) and all alike, got {shapes}"
+        check_communicator(OP, comm)
+        refusal = _refusal(shards)
+        own = {"refusal": refusal} if refusal else {"rows": len(shards[0]), "layers": len(shards)}
+        records = comm.agreement.exchange(OP, own)
+        for record in records:
+            if "refusal" in record:
+                raise ValueError(record["refusal"])
+        counts = [record["layers"] for record in records]
+        if len(set(counts)) > 1:
+            message = f"{OP}: ranks hold shards of {counts} layers; pass those of all layers"
             raise ValueError(message)
         self._comm = comm
         self._shards = tuple(shards)
-        rows, depth = shards[0].shape
-        records = comm.agreement.exchange("WeightShards", {"rows": rows})
         splits = tuple(int(record["rows"]) for record in records)
-        shape = (1, sum(splits), 1, depth)
-        specs = [
+        shape = (1, sum(splits), 1, shards[0].shape[1])
+        self._specs = [
             WindowSpec.all_gather(
                 f"{name}.{slot}", shape, shards[0].dtype, comm.world_size, seq_splits=splits
             )
             for slot in range(NUM_SLOTS)
         ]
-        self._windows: list[Window] = reserve(comm, specs)
+        self._windows: list[Window] = reserve(comm, self._specs)
         self._in_flight: dict[int, Exchange] = {}
-        self._held: dict[int, int] = {}
+        self._held: dict[int, tuple[int, Window]] = {}
 
     @staticmethod
     def cut(weight: Tensor, comm: UlyssesCommunicator) -> Tensor:
-        """This rank's rows of a whole weight ``(out, in)``, in memory of their own."""
+        """This rank's rows of a whole weight ``(out, in)``, in memory of their own.
+
+        Raises:
+            ValueError: it is no weight of two dimensions.
+        """
+        check_communicator(f"{OP}.cut", comm)
+        check_tensors(f"{OP}.cut", weight=weight)
+        if weight.dim() != 2:
+            message = f"{OP}.cut: weight must be (out, in), got {list(weight.shape)}"
+            raise ValueError(message)
         shares = even_splits(weight.shape[0], comm.world_size)
         own: Tensor = weight.split(list(shares))[comm.rank]
         return own.clone()
@@ -102,23 +118,24 @@ class WeightShards:
 
         Collective: every rank prefetches the same layers in the same order.
         """
-        if not 0 <= layer < len(self._shards):
-            message = f"WeightShards: layer={layer} must be from 0 to {len(self._shards) - 1}"
-            raise ValueError(message)
+        self._check_layer(layer)
         slot = layer % NUM_SLOTS
         if slot in self._in_flight:
+            holds = self._held[slot][0]
             message = (
-                f"WeightShards: layer {layer} needs the window of layer {self._held[slot]}, which "
-                f"was prefetched and not used; call whole({self._held[slot]}) first"
+                f"{OP}: layer {layer} needs the window of layer {holds}, which was prefetched and "
+                f"not used; call whole({holds}) first"
             )
             raise UlyssesError(message)
+        # Other calls may have evicted the windows, and with them what was complete; not in flight.
+        self._windows = reserve(self._comm, self._specs)
         exchange = Exchange(self._comm)
         shard = self._shards[layer]
         exchange.send(
             shard.detach().view(1, shard.shape[0], 1, shard.shape[1]), self._windows[slot]
         )
         self._in_flight[slot] = exchange
-        self._held[slot] = layer
+        self._held[slot] = (layer, self._windows[slot])
 
     def whole(self, layer: int) -> Tensor:
         """The whole weight ``(out, in)`` of a layer that was prefetched.
@@ -128,13 +145,41 @@ class WeightShards:
             prefetched.
 
         Raises:
-            UlyssesError: the layer was not prefetched, or its window is another layer's by now.
+            ValueError: there is no such layer.
+            UlyssesError: the layer was not prefetched, its window is another layer's by now, or
+                was evicted since.
         """
+        self._check_layer(layer)
         slot = layer % NUM_SLOTS
-        if self._held.get(slot) != layer:
-            message = f"WeightShards: layer {layer} is not there; call prefetch({layer}) first"
+        if self._held.get(slot) != (layer, self._windows[slot]) or not self._is_there(slot):
+            message = f"{OP}: layer {layer} is not there; call prefetch({layer}) first"
             raise UlyssesError(message)
         exchange = self._in_flight.pop(slot, None)
         if exchange is not None:
             exchange.complete()
         return self._windows[slot].tensor.squeeze(2).squeeze(0)
+
+    def _is_there(self, slot: int) -> bool:
+        """Whether the window still has its memory; it is the most recently used then."""
+        window = self._windows[slot]
+        return WindowCache.of(self._comm).find(window.key) is window
+
+    def _check_layer(self, layer: int) -> None:
+        if not is_whole(layer) or not 0 <= layer < len(self._shards):
+            last = len(self._shards) - 1
+            message = f"{OP}: layer={shown(layer)} must be from 0 to {last}, a whole number"
+            raise ValueError(message)
+
+
+def _refusal(shards: object) -> str | None:
+    """What is wrong with the shards of this rank, if anything is."""
+    wanted = f"{OP}: shards must be (rows, in) and all alike"
+    if not isinstance(shards, list | tuple):
+        return f"{wanted}, in a list; got {shown(shards)}"
+    for x in shards:
+        if not isinstance(x, Tensor):
+            return f"{wanted}, each a tensor; got {shown(x)}"
+    kinds = sorted({f"{list(x.shape)}, {x.dtype}" for x in shards})
+    if len(kinds) != 1 or shards[0].dim() != 2:
+        return f"{wanted}, got {'; '.join(kinds) or 'none'}"
+    return None

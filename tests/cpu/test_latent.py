@@ -69,6 +69,27 @@ def test_selected_rows_and_no_others() -> None:
     assert (got[1, 3] == 0).all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_do_not_count_may_hold_anything(value: float) -> None:
+    q, rows, heads = problem(5, 12)
+    spoilt = rows.clone()
+    spoilt[:, [0, 7]] = value
+    selected = torch.tensor([1, 3, -1, 11]).expand(2, 5, 4)
+    got = attend_selected(q, spoilt, heads, selected)
+    assert torch.equal(got, attend_selected(q, rows, heads, selected))
+    absorbed = heads.absorb(q)
+    counts = torch.ones(2, 5, 12, dtype=torch.bool)
+    counts[:, :, [0, 7]] = False
+    parts, expected = (
+        partial_attention(absorbed, x[:, :, 0].unsqueeze(1).expand(-1, 5, -1, -1), counts, heads)
+        for x in (spoilt, rows)
+    )
+    assert torch.equal(parts[0], expected[0])
+    assert torch.equal(parts[1], expected[1])
+    seen = attend_selected(q, spoilt, heads, selected.clamp(min=0))
+    assert not seen.isfinite().all()
+
+
 def test_parts_are_merged_into_the_whole() -> None:
     q, rows, heads = problem(5, 40)
     absorbed = heads.absorb(q)

@@ -86,6 +86,21 @@ def test_wrong_rows_are_refused_by_all(ranks: Ranks) -> None:
     assert len(set(ranks(2).run(wrong_rows, timeout_s=20))) == 1
 
 
+def wrong_batch(rank: int, world_size: int) -> str:
+    """A shared source of one rank has another batch: refused by all, with nothing in flight."""
+    with UlyssesCommunicator(timeout_s=5) as comm:
+        q, c = torch.ones(1, 3, 2, 4), torch.ones(1 + rank, 3, 1, 4)
+        call = partial(mixed_attention, comm=comm, attend=lambda q, c: q, value_dim=4)
+        with pytest.raises(ValueError, match=r"are \[1, 2\] on rank 1; give all of one") as error:
+            call(q, [c])
+        assert torch.equal(call(q, [c[:1]]), q)
+    return str(error.value)
+
+
+def test_a_wrong_batch_is_refused_by_all(ranks: Ranks) -> None:
+    assert len(set(ranks(2).run(wrong_batch, timeout_s=20))) == 1
+
+
 def test_sources_of_other_dimensions_are_refused() -> None:
     with (
         UlyssesCommunicator(device="cpu") as comm,

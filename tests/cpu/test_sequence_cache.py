@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,8 +19,8 @@ from torch import Tensor
 from ulysses_ops import UlyssesCommunicator, even_splits, gather, scatter, sdpa
 from ulysses_ops.cached_attention import attend_cached, attend_cached_rows
 from ulysses_ops.indexer import index_scores, select_sharded_rows
-from ulysses_ops.latent import attend_latent, attend_selected
-from ulysses_ops.row_slots import RowSlots
+from ulysses_ops.latent import LatentHeads, attend_latent, attend_selected
+from ulysses_ops.row_slots import Placement, RowSlots
 from ulysses_ops.sequence_cache import SequenceCache
 
 Ranks = Callable[[int], RankPool]
@@ -70,6 +73,31 @@ def test_the_latest_rows_are_kept() -> None:
     slots.truncate(9)
     assert sorted(slots.positions(0)) == [-1, 4, 5, 8]
     assert slots.place((1, 0)).slots[0] == (slots.positions(0).index(9),)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=20))
+def test_divided_rows_leave_the_latest_of_all(
+    world_size: int, capacity: int, steps: list[int]
+) -> None:
+    slots, total = RowSlots(capacity, world_size, "latest"), world_size * capacity
+    for rows in [1] * (total + 2) + [min(rows, total) for rows in steps]:
+        slots.place(slots.divide(rows))
+        held = [p for rank in range(world_size) for p in slots.positions(rank) if p >= 0]
+        assert sorted(held) == list(range(max(0, slots.length - total), slots.length))
+    with pytest.raises(ValueError, match="slots free and is given"):
+        slots.place(slots.divide(total + 1))
+
+
+def test_the_oldest_row_is_overwritten_wherever_it_is() -> None:
+    slots = RowSlots(2, 2, "latest")
+    slots.place((2, 1))
+    shares = [slots.divide(1) for _ in range(4) if slots.place(slots.divide(1))]
+    assert [slots.positions(rank) for rank in (0, 1)] == [(4, 5), (6, 3)]
+    assert shares == [(1, 0), (1, 0), (0, 1), (0, 1)]  # whose turn it is after each row
+    always_the_first = RowSlots(2, 2, "latest")
+    for shares_of_one in [(2, 1), (0, 1), (1, 0), (1, 0), (1, 0)]:
+        always_the_first.place(shares_of_one)
+    assert 2 in always_the_first.positions(1)  # older than what rank 0 lost
 
 
 @pytest.mark.parametrize(
@@ -240,22 +268,114 @@ def test_decoding_over_caches_that_stay_where_they_are(ranks: Ranks, world_size:
     ranks(world_size).run(decode, timeout_s=60)
 
 
+def replicated_rows(rank: int, world_size: int, padded: bool) -> None:
+    """The example of the page, step by step: rows that every rank has, in one fixed shape."""
+    page = (Path(__file__).parents[2] / "docs" / "llm.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(latents = SequenceCache.*?)```", page, re.DOTALL)
+    assert "replicated=True" in example
+    if not padded:
+        example = example.replace(", replicated=True", "")
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    every = LatentHeads(draw(2, 24, 512) / 8, 16, 0.1)
+    rows, to_q = draw(5, 1, 1, 1, 576).unbind(0), draw(576, 2 * 80) / 24
+    outs = []
+
+    def project_q(now: Tensor) -> Tensor:
+        return (now.flatten(2) @ to_q).view(1, 1, 2, 80)
+
+    def capture_step(comm: object, step: Callable[..., Tensor], given: Sequence[Tensor]) -> object:
+        shapes = [x.shape for x in given]
+        step(*given)  # as a warm-up does
+
+        def replay(*inputs: Tensor) -> Tensor:
+            assert [x.shape for x in inputs] == shapes
+            outs.append(step(*inputs))
+            return outs[-1]
+
+        return SimpleNamespace(replay=replay)
+
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        names = {"torch": torch, "SequenceCache": SequenceCache, "attend_cached": attend_cached}
+        names |= {"comm": comm, "heads": every, "x": rows[0], "rows": rows}
+        names |= {"project_q": project_q, "project_latent": lambda now: now}
+        exec(example, {**names, "capture_step": capture_step})
+    whole = torch.cat(rows, dim=1)
+    for number, (now, out) in enumerate(zip(rows, outs, strict=True), start=1):
+        expected = attend_latent(project_q(now), whole[:, :number], every)
+        torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+
+
+def test_the_example_of_the_page(ranks: Ranks) -> None:
+    ranks(2).run(replicated_rows, True, timeout_s=60)
+    with pytest.raises(RankError, match="AssertionError"):
+        ranks(2).run(replicated_rows, False, timeout_s=60)
+
+
+def test_rows_of_other_ranks_go_to_the_spare_slot() -> None:
+    with UlyssesCommunicator(device="cpu") as comm:
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=1, head_dim=2, dtype=torch.float32)
+        placement = Placement(0, (1, 2, 1), ((1,), (0, 3), (2,)))
+        with mock.patch.object(cache, "_comm", SimpleNamespace(rank=1, device=comm.device)):
+            slots = cache.slots(placement, replicated=True)
+            assert slots.tolist() == [4, 0, 3, 4]
+            assert cache.slots(placement).tolist() == [0, 3]
+            cache.write(torch.arange(8.0).view(1, 4, 1, 2) + 1, slots)
+        assert cache.rows.flatten().tolist() == [3, 4, 0, 0, 0, 0, 5, 6]
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_what_is_refused() -> None:
     with UlyssesCommunicator(device="cpu") as comm:
         cache = SequenceCache(comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32)
-        with pytest.raises(ValueError, match="rank 0 appends"):
+        with pytest.raises(ValueError, match=r"new rows are \[1, 3, 1, 8\]"):
             cache.append(torch.zeros(1, 3, 1, 8))
-        with pytest.raises(ValueError, match="rank 0 appends"):
+        with pytest.raises(
+            ValueError, match=r"and \[1, 2, 2, 8\], torch.float32, on cpu have a pl"
+        ):
             cache.append(torch.zeros(1, 3, 2, 8), [2])
         cache.append(torch.zeros(1, 3, 2, 8))
         with pytest.raises(ValueError, match="has 1 of 4 slots free"):
             cache.append(torch.zeros(1, 2, 2, 8))
         with pytest.raises(ValueError, match="slots=5 must be from 1 to 4"):
             cache.read(slots=5)
+        for slots in (0, 2.0, True, "2"):
+            with pytest.raises(ValueError, match="must be from 1 to 4"):
+                cache.positions(slots)  # type: ignore[arg-type]
+        for read in (cache.read, cache.positions):
+            with pytest.raises(
+                ValueError, match="slots=2 would leave out 1 rows of rank 0, that at"
+            ):
+                read(slots=2)
+        assert cache.positions(3).tolist() == [0, 1, 2]
+        assert cache.read(slots=3).shape == (1, 3, 2, 8)
         placement = cache.place(1)
         with pytest.raises(ValueError, match="new rows are"):
             cache.write(torch.zeros(1, 1, 2, 8, dtype=torch.float64), cache.slots(placement))
+        cache.truncate(2)
         assert cache.read(slots=2).shape == (1, 2, 2, 8)
+
+
+def test_refused_rows_take_no_slots() -> None:
+    good = torch.ones(1, 3, 2, 8)
+    wrong = [good.double(), good[:, :, :1], good.squeeze(0), good[..., :4], torch.ones(3)]
+    with UlyssesCommunicator(device="cpu") as comm:
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=2, head_dim=8, dtype=torch.float32)
+        for x in wrong:
+            for append in (cache.append, cache.append_replicated):
+                with pytest.raises(ValueError, match="new rows are"):
+                    append(x)
+        with pytest.raises(ValueError, match="must be 1 sizes"):
+            cache.append(good, [3, 3])
+        slots = torch.zeros(3, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"must be \(n,\), torch.int64"):
+            cache.write(good, slots)
+        assert cache.account.used() == (0,)
+        assert cache.account.length == 0
+        assert cache.append(good).first == 0
+        assert cache.account.used() == (3,)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool
 
-from ulysses_ops import UlyssesCommunicator, UlyssesError
+from ulysses_ops import UlyssesCommunicator, UlyssesError, WindowSpec, reserve
 from ulysses_ops.weight_shards import WeightShards
 
 Ranks = Callable[[int], RankPool]
@@ -54,3 +55,69 @@ def test_shards_that_are_not_alike_are_refused(shapes: list[tuple[int, ...]]) ->
         pytest.raises(ValueError, match=r"must be \(rows, in\) and all alike"),
     ):
         WeightShards(comm, [torch.zeros(shape) for shape in shapes])
+
+
+def evicted(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(7, 5, generator=generator) for _ in range(4)]
+    with UlyssesCommunicator(timeout_s=10, max_windows=3) as comm:
+        weights = WeightShards(comm, [WeightShards.cut(w, comm) for w in wholes])
+        for step in range(2):
+            weights.prefetch(0)
+            for number, whole in enumerate(wholes):
+                if number + 1 < len(wholes):
+                    weights.prefetch(number + 1)
+                assert torch.equal(weights.whole(number), whole)
+                if number == 2:  # layer 3 is on its way, and stays
+                    reserve(comm, [others(step, 0), others(step, 1)])
+                    with pytest.raises(UlyssesError, match="layer 2 is not there"):
+                        weights.whole(2)
+        reserve(comm, [others(2, number) for number in range(3)])  # and now both are gone
+        with pytest.raises(UlyssesError, match="layer 3 is not there"):
+            weights.whole(3)
+        weights.prefetch(3)
+        assert torch.equal(weights.whole(3), wholes[3])
+        with pytest.raises(UlyssesError, match="layer 2 is not there"):
+            weights.whole(2)
+
+
+def others(step: int, number: int) -> WindowSpec:
+    return WindowSpec(f"{step}.{number}", "scatter", (1, 4, 4, 2), torch.float32)
+
+
+def test_weights_go_on_after_their_windows_were_evicted(ranks: Ranks) -> None:
+    ranks(2).run(evicted, timeout_s=20)
+
+
+def different_ranks(rank: int, world_size: int) -> list[str]:
+    texts = []
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        for own in ([torch.ones(2, 3)] * (3 + rank), [torch.ones(2, 3)] if rank else [1, 2]):
+            with pytest.raises(ValueError, match="WeightShards: ") as refused:
+                WeightShards(comm, own)  # type: ignore[arg-type]
+            texts.append(str(refused.value))
+    return texts
+
+
+def test_what_ranks_do_not_have_alike_is_refused_by_all(ranks: Ranks) -> None:
+    one, other = ranks(2).run(different_ranks, timeout_s=20)
+    assert one == other
+    assert "ranks hold shards of [3, 4] layers" in one[0]
+    assert "each a tensor; got 1" in one[1]
+
+
+def test_wrong_kinds_are_refused_in_a_sentence() -> None:
+    wrong: Any
+    with UlyssesCommunicator(device="cpu") as comm:
+        mixed = [torch.ones(2), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int32)]
+        for wrong in ([1, 2], None, torch.ones(2, 3), mixed):
+            with pytest.raises(ValueError, match=r"must be \(rows, in\) and all alike"):
+                WeightShards(comm, wrong)
+        with pytest.raises(ValueError, match=r"cut: weight must be \(out, in\)"):
+            WeightShards.cut(torch.ones(3), comm)
+        weights = WeightShards(comm, [torch.ones(2, 3)])
+        for wrong in (1.0, 0.0, None, "a", True, -1, 1):
+            with pytest.raises(ValueError, match="must be from 0 to 0"):
+                weights.prefetch(wrong)
+            with pytest.raises(ValueError, match="must be from 0 to 0"):
+                weights.whole(wrong)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
@@ -14,10 +16,14 @@ from torch import nn
 
 import ulysses_ops as u
 from ulysses_ops.constants import shipped_constants
+from ulysses_ops.debug_exchange import debug_exchange
 from ulysses_ops.graphs import GraphCache, capture_step
 from ulysses_ops.kinds import shown
+from ulysses_ops.mixed_attention import mixed_attention
 from ulysses_ops.parallelism import choose_parallelism
+from ulysses_ops.sequence_cache import SequenceCache
 from ulysses_ops.sequence_plan import data_parallel, plan_sequences
+from ulysses_ops.topk import distributed_topk, top_rows
 from ulysses_ops.workload import ModelShape, Workload
 
 X = torch.zeros(1, 4, 4, 8)
@@ -132,6 +138,7 @@ CALLED: dict[str, Call] = {
     "UlyssesAttention: comm='kinds' must": lambda comm: layer("kinds"),
     "UlyssesAttention: num_heads='2' must": lambda comm: layer(comm, num_heads="2"),
     "UlyssesAttention: out=3 must": lambda comm: layer(comm, out=3),
+    "UlyssesAttention: pack_weights='yes' must": lambda comm: layer(comm, pack_weights="yes"),
     "UlyssesAttention: x=a value of type list must": lambda comm: layer(comm)([1]),
 }
 
@@ -184,6 +191,82 @@ PLANNED: dict[str, Call] = {
     "Workload: model='m' must": lambda comm: Workload(anything("m"), shipped_constants()),
     "Workload: constants=None must": lambda comm: Workload(model(), anything(None)),
 }
+
+
+def mixed(comm: Any, **wrong: Any) -> None:
+    usual = {"q": X, "shared": [X], "comm": comm, "attend": lambda q, c: q, "value_dim": 8}
+    mixed_attention(**{**usual, **wrong})
+
+
+def cache(comm: Any, **wrong: Any) -> SequenceCache:
+    usual = {"batch": 1, "capacity": 4, "heads": 2, "head_dim": 8, "dtype": F32}
+    return SequenceCache(comm, **{**usual, **wrong})
+
+
+for wrong_k in ("a", None, 2.0, True):
+    CALLED[f"top_rows: k={wrong_k!r} must"] = partial(
+        lambda k, comm: top_rows(X, k), anything(wrong_k)
+    )
+    CALLED[f"distributed_topk: k={wrong_k!r} must"] = partial(
+        lambda k, comm: distributed_topk(X[0], k, comm), anything(wrong_k)
+    )
+for wrong_name, wrong_size in (("batch", -1), ("capacity", 2.0), ("heads", "2"), ("head_dim", 0)):
+    CALLED[f"SequenceCache: {wrong_name}={wrong_size!r} must"] = partial(
+        lambda wrong, comm: cache(comm, **wrong), {wrong_name: wrong_size}
+    )
+CALLED |= {
+    "scatter: x=a value of type list must": lambda comm: u.scatter(anything([1]), comm),
+    "gather: x=None must": lambda comm: u.gather(anything(None), comm),
+    "all_gather: x=3 must": lambda comm: u.all_gather(anything(3), comm),
+    "scatter: seq_splits holds 4.0 and must": lambda comm: u.scatter(
+        X, comm, seq_splits=anything((4.0, 4.0))
+    ),
+    "gather: seq_splits='ab' must": lambda comm: u.gather(X, comm, seq_splits=anything("ab")),
+    "gather: seq_starts='ab' must": lambda comm: u.gather(X, comm, seq_starts=anything("ab")),
+    "scatter: head_starts=3 must": lambda comm: u.scatter(X, comm, head_starts=anything(3)),
+    "all_gather: seq_splits=3 must": lambda comm: u.all_gather(X, comm, seq_splits=anything(3)),
+    "debug_exchange: op='foo' must": lambda comm: debug_exchange(comm, X, op=anything("foo")),
+    "debug_exchange: op=a value of type list must": lambda comm: debug_exchange(
+        comm, X, op=anything([])
+    ),
+    "debug_exchange: x=a value of type list must": lambda comm: debug_exchange(comm, anything([1])),
+    "debug_exchange: x must have shape": lambda comm: debug_exchange(comm, X[0], op="all_gather"),
+    "debug_exchange: comm=None must": lambda comm: debug_exchange(anything(None), X),
+    "debug_exchange: seq_splits='ab' must": lambda comm: debug_exchange(
+        comm, X, seq_splits=anything("ab")
+    ),
+    "top_rows: k=a value of type list must": lambda comm: top_rows(X, anything([1])),
+    "top_rows: scores=a value of type list must": lambda comm: top_rows(anything([1]), 1),
+    "top_rows: scores must have shape": lambda comm: top_rows(torch.ones(()), 1),
+    "distributed_topk: comm=None must": lambda comm: distributed_topk(X[0], 1, anything(None)),
+    "distributed_topk: scores=3 must": lambda comm: distributed_topk(anything(3), 1, comm),
+    "SequenceCache: dtype='float32' must": lambda comm: cache(comm, dtype="float32"),
+    "SequenceCache: comm=None must": lambda comm: cache(None),
+    "SequenceCache: name=3 must": lambda comm: cache(comm, name=3),
+    "SequenceCache: x=a value of type list must": lambda comm: cache(comm).append(anything([1])),
+    "SequenceCache: new rows are [3]": lambda comm: cache(comm).append_replicated(torch.ones(3)),
+    "SequenceCache: rows=2.0 to place must": lambda comm: cache(comm).place(anything(2.0)),
+    "SequenceCache: rows=True to place must": lambda comm: cache(comm).place(True),
+    "SequenceCache: rows=-1 to place must": lambda comm: cache(comm).place(-1),
+    "SequenceCache: seq_splits='ab' must": lambda comm: cache(comm).place(anything("ab")),
+    "SequenceCache: length=0.0 must": lambda comm: cache(comm).truncate(anything(0.0)),
+    "SequenceCache: heads='some' must": lambda comm: cache(comm).read(heads=anything("some")),
+    "mixed_attention: attend=3 must": lambda comm: mixed(comm, attend=3),
+    "mixed_attention: each of shared=3 must": lambda comm: mixed(comm, shared=[3]),
+    "mixed_attention: shared=3 must": lambda comm: mixed(comm, shared=3),
+    "mixed_attention: q=a value of type list must": lambda comm: mixed(comm, q=[X]),
+    "mixed_attention: each of beside=3 must": lambda comm: mixed(comm, beside=[3]),
+    "mixed_attention: value_dim='8' must": lambda comm: mixed(comm, value_dim="8"),
+    "mixed_attention: comm=None must": lambda comm: mixed(None),
+    "mixed_attention: source_1=None must": lambda comm: mixed(comm, shared=[lambda: None]),
+}
+
+
+def test_a_whole_number_may_be_one_of_numpy(comm: u.UlyssesCommunicator) -> None:
+    rows = cache(comm)
+    assert rows.place(anything(np.int64(3))).splits == (3,)
+    assert rows.append(X[:, :1, :2], anything([np.int64(1)])).first == 3
+    assert top_rows(X, anything(np.int64(2)))[0].shape == (1, 4, 4, 2)
 
 
 @pytest.mark.parametrize("sentence", [*CONSTRUCTED, *CALLED, *PLANNED])

@@ -182,7 +182,7 @@ def replayed_decode(rank: int, world_size: int) -> int:
             everything = latents.read()
             return attend_cached(q, latents, comm, every, counts), sparse, everything
 
-        spare = torch.tensor([capacity - 1], device="cuda")
+        spare = torch.tensor([latents.capacity], device="cuda")
         example = (x[:, :1], x[:, :1], spare, latents.own_positions())
         captured = capture_step(comm, step, example)
         wrong = 0
@@ -190,8 +190,7 @@ def replayed_decode(rank: int, world_size: int) -> int:
             now = x[:, number : number + 1]
             placement = latents.place(1)
             keys.place(1)
-            assert max(placement.slots[rank], default=0) < capacity - 1
-            slots = latents.slots(placement) if placement.slots[rank] else spare
+            slots = latents.slots(placement, replicated=True)
             got, sparse, everything = captured.replay(now, now, slots, latents.own_positions())
             expected = attend_latent(weights.queries(now), rows[:, : number + 1], every)
             wrong += int(not torch.allclose(got, expected, rtol=2e-3, atol=2e-4))
