@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -177,8 +177,19 @@ def tests_table(record: Record) -> str:
     trees = ", ".join(f"{name} {tree[:12]}" for name, tree in (content["trees"] or {}).items())
     found = [content.get(outcome) for outcome in ("passed", "failed", "skipped")]
     counts = ["unknown" if tests is None else str(len(tests)) for tests in found]
-    line = (content.get("selection") or "all", *counts, trees or "unknown")
-    return markdown(("tests", "passed", "failed", "skipped", "git trees"), [line])
+    line = (content.get("selection") or "all", *counts, _not_run(content), trees or "unknown")
+    return markdown(("tests", "passed", "failed", "skipped", "not run", "git trees"), [line])
+
+
+def _not_run(content: dict[str, Any]) -> str:
+    """How many tests a session that was cut left out; of older records, files of which none ran."""
+    if "not_run" in content:
+        return str(len(content["not_run"]))
+    known = [*(content.get("passed") or ()), *(content.get("failed") or ())]
+    known += content.get("skipped") or ()
+    files = [name for name in (content.get("selection") or "").split() if name.endswith(".py")]
+    missing = [name for name in files if not any(test.startswith(name) for test in known)]
+    return "all of " + ", ".join(name.rpartition("/")[2] for name in missing) if missing else "-"
 
 
 TABLES: dict[str, Callable[[Record], str]] = {

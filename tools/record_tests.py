@@ -82,6 +82,7 @@ class Recorder:
         self._passed: list[str] = []
         self._failed: dict[str, str] = {}
         self._skipped: dict[str, str] = {}
+        self._collected: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note what could not be collected, or was skipped as a whole."""
@@ -89,6 +90,10 @@ class Recorder:
             self._failed[report.nodeid] = _last_line(str(report.longrepr))
         elif report.skipped:
             self._skipped[report.nodeid] = _reason(report.longrepr)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note what is to run: a session may be cut before its end."""
+        self._collected = [item.nodeid for item in session.items]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of one phase of a test."""
@@ -108,12 +113,14 @@ class Recorder:
         has_gpu = torch.cuda.is_available()
         device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
         machine = read_machine(device, torch.cuda.device_count() if has_gpu else 0)
+        ended = {*self._passed, *self._failed, *self._skipped}
         content: dict[str, Any] = {
             "selection": self._selection,
             "trees": self._trees,
             "passed": [test for test in self._passed if test not in self._failed],
             "failed": self._failed,
             "skipped": self._skipped,
+            "not_run": [test for test in self._collected if test not in ended],
         }
         write_results(self._folder, self._name, machine, self._commit, content)
 

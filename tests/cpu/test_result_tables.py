@@ -98,7 +98,15 @@ def test_what_a_record_lacks_is_unknown() -> None:
     rows = [a_row(**{**vars(row), "details": {"variant": row.details["variant"]}}) for row in rows]  # type: ignore[index]
     assert cells(weights_table(recorded(rows)))[0][3] == "unknown"
     (line,) = cells(readme_tables.tests_table(recorded([], trees=None, passed=["a"], skipped={})))
-    assert line == ["all", "1", "unknown", "0", "unknown"]
+    assert line == ["all", "1", "unknown", "0", "-", "unknown"]
+
+
+def test_what_a_session_left_out_is_told() -> None:
+    half = {"selection": "tests/a.py tests/b.py", "trees": None, "passed": ["tests/a.py::x"]}
+    (line,) = cells(readme_tables.tests_table(recorded([], **half)))
+    assert line[4] == "all of b.py"
+    (line,) = cells(readme_tables.tests_table(recorded([], **half, not_run=["tests/b.py::y"] * 3)))
+    assert line[4] == "3"
 
 
 def test_the_table_of_faults_says_what_its_record_does_not_hold() -> None:

@@ -210,7 +210,7 @@ def test_tables_are_written_from_results_and_checked(tmp_path: Path) -> None:
         "| one handshake alone, in a graph | 4.5 |",
         "| one handshake within a round, in a graph | 5.5 |",
         "| 2 (sharing GPUs) | 100,000 | 0 |",
-        "| tests/gpu | 2 | 0 | 1 | csrc ffffffffffff |",
+        "| tests/gpu | 2 | 0 | 1 | - | csrc ffffffffffff |",
     ):
         assert part in text
     assert "old" not in text
@@ -358,12 +358,22 @@ def test_a_run_of_the_suite_is_recorded(tmp_path: Path) -> None:
         "test_suite.py::test_skipped": "needs four GPUs",
         "test_suite.py::test_expected": "fails as expected: known",
     }
+    assert content["not_run"] == []
     assert content["trees"] == {"csrc": "1", "ulysses_ops": "2", "graphs": "3"}
     assert content["commit"] == "abc"
     _run_suite(tmp_path, "--record-tests", "out", "--record-name", "tests_part", *trees)
     assert json.loads((tmp_path / "out" / "cpu" / "tests_part.json").read_text()) == content | {
         "date": mock.ANY
     }
+
+
+def test_what_a_cut_session_did_not_reach_is_recorded(tmp_path: Path) -> None:
+    trees = ["--record-commit", "abc", "--record-trees", "csrc=1,ulysses_ops=2,graphs=3"]
+    _run_suite(tmp_path, "--record-tests", "out", "--exitfirst", *trees)
+    content = json.loads((tmp_path / "out" / "cpu" / "tests.json").read_text())
+    assert list(content["failed"]) == ["test_suite.py::test_bad"]
+    names = ("skipped", "expected", "error")
+    assert content["not_run"] == [f"test_suite.py::test_{name}" for name in names]
 
 
 def test_a_record_needs_an_id_for_every_tree(tmp_path: Path) -> None:
