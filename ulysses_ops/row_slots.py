@@ -7,6 +7,7 @@ slot knows the position of its row, or -1.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -78,19 +79,21 @@ class RowSlots:
         if not is_whole(rows) or rows < 0:
             message = f"SequenceCache: rows={shown(rows)} to place must be a whole number from 0"
             raise ValueError(message)
-        held = sorted(
-            (position, rank)
-            for rank, slots in enumerate(self._positions)
-            for position in slots
-            if position >= 0
-        )
-        free = self.capacity * self.world_size - len(held)
+        held = sum(self.used())
+        free = self.capacity * self.world_size - held
         replaced = max(0, rows - free) if self.keep == "latest" else 0
-        if replaced > len(held):  # more rows than slots: divided evenly, for place to refuse
+        if replaced > held:  # more rows than slots: divided evenly, for place to refuse
             replaced = 0
         shares = list(self._levelled(rows - replaced))
-        for _, rank in held[:replaced]:
-            shares[rank] += 1
+        if replaced:  # not while slots are free: it looks at every one
+            numbered = (
+                (position, rank)
+                for rank, slots in enumerate(self._positions)
+                for position in slots
+                if position >= 0
+            )
+            for _, rank in heapq.nsmallest(replaced, numbered):
+                shares[rank] += 1
         return tuple(shares)
 
     def _levelled(self, rows: int) -> tuple[int, ...]:
