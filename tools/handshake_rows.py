@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,6 +23,7 @@ from ulysses_ops.windows import Window, reserve
 ROUNDS_IN_GRAPH = 50
 PART_ELEMS = 8
 HOST_CALLS = 200
+HOST_ROUNDS = 10
 CALLS_A_WAIT = 4  # few enough to find room in every queue
 
 
@@ -113,7 +114,10 @@ def _has_parts(window: Window, context: RankContext) -> bool:
 
 
 def host_cost_rows(context: RankContext, comm: UlyssesCommunicator) -> list[Row]:
-    """Time the host's part of eager calls, a few at a time: no queue is full. Collective."""
+    """Time the host's part of eager calls, a few at a time: no queue is full. Collective.
+
+    The core does not sleep in between, as it does not where calls follow each other.
+    """
     world_size = context.world_size
     shape = Shape("host", "host cost", 64 * world_size, 8 * world_size, 64)
     spec = WindowSpec("bench.host", "scatter", shape.dims, torch.bfloat16)
@@ -138,45 +142,44 @@ def host_cost_rows(context: RankContext, comm: UlyssesCommunicator) -> list[Row]
         "host cost of scatter_into": (send_by_op, complete_by_op),
         "host cost of Exchange.send": (send_by_exchange, exchange.complete),
     }
-    rows = []
-    for name, (send, finish) in pairs.items():
-        context.progress(name)
-        samples, completions = _host_samples(context, send, finish, name)
-        times = summarise(context.gather(samples))
-        rows.append(
-            Row.of_times(
-                name,
-                shape,
-                world_size=world_size,
-                transport=comm.transport,
-                mode="eager",
-                times=times,
-                exact=None,
-                bytes_per_peer=0,
-                details={"complete_us": round(max(context.gather(completions)), 3)},
-            )
+    samples = _host_samples(context, pairs)
+    return [
+        Row.of_times(
+            name,
+            shape,
+            world_size=world_size,
+            transport=comm.transport,
+            mode="eager",
+            times=summarise(context.gather(sends)),
+            exact=None,
+            bytes_per_peer=0,
+            details={"complete_us": round(max(context.gather(statistics.median(ends))), 3)},
         )
-    return rows
+        for name, (sends, ends) in samples.items()
+    ]
 
 
 def _host_samples(
-    context: RankContext, send: Callable[[], None], finish: Callable[[], None], what: str
-) -> tuple[Rounds, float]:
-    """Microseconds of each send, by round, and the median of the completions."""
-    rounds: Rounds = []
-    completions: list[float] = []
-    for _ in range(6):
-        samples = []
-        for call in range(HOST_CALLS):
-            if call % CALLS_A_WAIT == 0:
-                context.finish(what)
-            start = time.perf_counter()
-            send()
-            sent = time.perf_counter()
-            finish()
-            samples.append((sent - start) * 1e6)
-            completions.append((time.perf_counter() - sent) * 1e6)
-        rounds.append(samples)
-        context.line_up(what)
-    # The first round warms up.
-    return rounds[1:], statistics.median(completions[HOST_CALLS:])
+    context: RankContext, pairs: Mapping[str, tuple[Callable[[], None], Callable[[], None]]]
+) -> dict[str, tuple[Rounds, list[float]]]:
+    """Microseconds of each send, by round, and of each completion, of all pairs in turn."""
+    sends: dict[str, Rounds] = {name: [] for name in pairs}
+    ends: dict[str, list[float]] = {name: [] for name in pairs}
+    for turn in range(1 + HOST_ROUNDS):
+        for name, (send, finish) in pairs.items():
+            context.progress(name)
+            samples = []
+            for call in range(HOST_CALLS):
+                if call % CALLS_A_WAIT == 0:
+                    context.finish(name, awake=True)
+                start = time.perf_counter()
+                send()
+                sent = time.perf_counter()
+                finish()
+                samples.append((sent - start) * 1e6)
+                if turn > 0:
+                    ends[name].append((time.perf_counter() - sent) * 1e6)
+            if turn > 0:  # the first round warms up
+                sends[name].append(samples)
+            context.line_up(name)
+    return {name: (sends[name], ends[name]) for name in pairs}

@@ -107,8 +107,12 @@ class RankContext:
         self.finish(what)
         dist.barrier(group=self._control)
 
-    def finish(self, what: str) -> None:
+    def finish(self, what: str, *, awake: bool = False) -> None:
         """Wait, for a limited time, until the current stream is done.
+
+        Args:
+            what: What is waited for, for the error.
+            awake: Whether this core goes on meanwhile: after a sleep a host is slower for a while.
 
         Raises:
             RankError: it is not done in time, which is how a lost signal shows.
@@ -125,7 +129,8 @@ class RankContext:
                     f"{self._limit_s / 2:g} s; is a peer missing from the exchange?"
                 )
                 raise RankError(message)
-            time.sleep(POLL_S)
+            if not awake:
+                time.sleep(POLL_S)
 
     def progress(self, text: str) -> None:
         """Say what is being done: a sign of life, shown for rank 0."""
