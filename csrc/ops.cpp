@@ -44,9 +44,7 @@ void destroy_group(int64_t number) {
   Registry::get().remove(number);
 }
 
-int64_t words_bytes(int64_t world_size) {
-  return num_words(world_size) * static_cast<int64_t>(sizeof(uint64_t));
-}
+int64_t words_bytes(int64_t world_size) { return WordBlock{world_size}.num_bytes(); }
 
 void set_signal(int64_t number, int64_t signal_kind) {
   LockedGroup(number, "signal")->path().kind = static_cast<SignalKind>(signal_kind);
@@ -59,18 +57,18 @@ void set_fault(int64_t number, int64_t fault) {
 void announce_probe(int64_t number, int64_t value) {
   const LockedGroup group(number, "probe");
   Signal signal = group->probe_signal();
-  signal.tag = static_cast<uint64_t>(value);
+  signal.tag = static_cast<uint32_t>(value);
   announce(signal, group->path(), group->lanes().side());
 }
 
 std::vector<int64_t> read_probe(int64_t number, int64_t world_size) {
   const LockedGroup group(number, "probe");
-  std::vector<int64_t> words(static_cast<size_t>(world_size));
+  std::vector<uint32_t> words(static_cast<size_t>(world_size));
   const cudaStream_t side = group->lanes().side();
   UOPS_CUDA_CHECK(cudaMemcpyAsync(words.data(), reinterpret_cast<const void*>(group->probe_words()),
-                                  words.size() * sizeof(int64_t), cudaMemcpyDefault, side));
+                                  words.size() * sizeof(uint32_t), cudaMemcpyDefault, side));
   UOPS_CUDA_CHECK(cudaStreamSynchronize(side));
-  return words;
+  return {words.begin(), words.end()};
 }
 
 // Pairs of bare handshakes behind the current stream, for measurements.

@@ -8,6 +8,8 @@ namespace {
 
 constexpr size_t kTold = 256;  // entries of a dump
 
+uint32_t number_of(uint64_t count) { return static_cast<uint32_t>(count); }
+
 const char* name_of(Step step) {
   switch (step) {
     case Step::kOpen:
@@ -28,33 +30,41 @@ std::string kind_of(const LogEntry& entry) {
 }
 
 std::string to_string(const LogEntry& entry) {
-  std::string text = "#" + std::to_string(entry.number) + ", " + kind_of(entry);
+  std::string text = "#" + std::to_string(entry.count) + ", " + kind_of(entry);
   if (entry.capture != 0) {
     text += " in captured step " + std::to_string(entry.capture);
   }
   return text;
 }
 
-uint64_t ExchangeLog::add(Step step, std::shared_ptr<const std::string> subject, CaptureId capture,
+uint64_t next_count(uint64_t last, const std::function<bool(uint32_t)>& is_taken) {
+  do {
+    ++last;
+  } while (number_of(last) == 0 || is_taken(number_of(last)));
+  return last;
+}
+
+uint32_t ExchangeLog::add(Step step, std::shared_ptr<const std::string> subject, CaptureId capture,
                           std::vector<Awaited> awaited) {
   LogEntry entry{
       0, step, std::move(subject), capture, std::chrono::system_clock::now(), std::move(awaited)};
   const std::lock_guard<std::mutex> lock(mutex_);
-  const uint64_t number = entry.number = ++last_;
+  last_ = next_count(last_, [&](uint32_t number) { return captured_.count(number) != 0; });
+  entry.count = last_;
   if (capture != 0) {
-    captured_.emplace(number, std::move(entry));
+    captured_.emplace(number_of(last_), std::move(entry));
   } else {
     eager_[num_eager_++ % kKept] = std::move(entry);
   }
-  return number;
+  return number_of(last_);
 }
 
-std::optional<LogEntry> ExchangeLog::find(uint64_t number) const {
+std::optional<LogEntry> ExchangeLog::find(uint32_t number) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const auto found = captured_.find(number); found != captured_.end()) {
     return found->second;
   }
-  const auto same = [&](const LogEntry& entry) { return entry.number == number; };
+  const auto same = [&](const LogEntry& entry) { return number_of(entry.count) == number; };
   const auto found = std::find_if(eager_.begin(), eager_.end(), same);
   return found == eager_.end() || number == 0 ? std::nullopt : std::optional(*found);
 }
@@ -76,6 +86,8 @@ std::vector<LogEntry> ExchangeLog::of_capture(CaptureId capture) const {
       entries.push_back(entry);
     }
   }
+  std::sort(entries.begin(), entries.end(),
+            [](const LogEntry& a, const LogEntry& b) { return a.count < b.count; });
   return entries;
 }
 

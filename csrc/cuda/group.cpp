@@ -8,40 +8,18 @@
 namespace ulysses_ops {
 namespace {
 
-constexpr int64_t kWordBytes = sizeof(uint64_t);
 constexpr uint64_t kOpenSalt = 0x9e3779b97f4a7c15ull;
 constexpr uint64_t kFullSalt = 0xc2b2ae3d27d4eb4full;
 
-int64_t first_probe_word(int64_t world_size) { return kMaxChannels * 2 * world_size; }
-
-// Spreads the bits (the finaliser of splitmix64) and never gives 0, which means "at rest".
+// Spreads the bits (the finaliser of splitmix64).
 uint64_t mixed(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  value ^= value >> 31;
-  return value == 0 ? 1 : value;
+  return value ^ (value >> 31);
 }
 
-int64_t first_status_word(int64_t world_size) {
-  return first_probe_word(world_size) + 2 * world_size + 1;
-}
-
-// Where the status words begin at `rank`.
-CUdeviceptr status_at(const std::vector<int64_t>& word_bases, int64_t rank) {
-  return static_cast<CUdeviceptr>(
-      word_bases[rank] + first_status_word(static_cast<int64_t>(word_bases.size())) * kWordBytes);
-}
-
-// This rank's word at every peer for what it tells about itself.
-std::vector<CUdeviceptr> told_at_peers(const std::vector<int64_t>& word_bases, int64_t rank) {
-  std::vector<CUdeviceptr> words;
-  for (int64_t peer = 0; peer < static_cast<int64_t>(word_bases.size()); ++peer) {
-    if (peer != rank) {
-      words.push_back(status_at(word_bases, peer) + (1 + rank) * kWordBytes);
-    }
-  }
-  return words;
-}
+// Never 0, which means "at rest".
+uint32_t tag_of(uint64_t value) { return std::max<uint32_t>(mixed(value) >> 32, 1); }
 
 void check_ranks(int64_t rank, int64_t world_size, const std::vector<int64_t>& word_bases) {
   STD_TORCH_CHECK(world_size > 1 && world_size <= kMaxRanks && rank >= 0 && rank < world_size,
@@ -54,29 +32,21 @@ void check_ranks(int64_t rank, int64_t world_size, const std::vector<int64_t>& w
 
 }  // namespace
 
-int64_t num_words(int64_t world_size) {
-  return first_status_word(world_size) + num_status_words(world_size);
-}
-
 Group::Group(int64_t rank, int64_t world_size, int64_t device,
              const std::vector<int64_t>& word_bases, SignalPath path, double limit_s)
     : rank_((check_ranks(rank, world_size, word_bases), rank)),
       world_size_(world_size),
+      block_{world_size},
       device_(device),
       lanes_(Lanes::of(device)),
       word_bases_(word_bases),
       path_(path),
-      rescue_(lanes_, log_, rank, world_size, static_cast<CUdeviceptr>(word_bases[rank]),
-              num_words(world_size), status_at(word_bases, rank), told_at_peers(word_bases, rank)),
+      rescue_(lanes_, log_, rank, word_bases),
       watchdog_(device, log_, rescue_, path_, limit_s) {
-  const int64_t probe = first_probe_word(world_size);
-  probe_words_ = std::make_shared<const SignalWords>(words_at(probe));
-  answer_words_ = std::make_shared<const SignalWords>(words_at(probe + world_size));
+  probe_words_ = std::make_shared<const SignalWords>(words_of_row(block_.probe_row()));
+  answer_words_ = std::make_shared<const SignalWords>(words_of_row(block_.answer_row()));
   probe_.words = probe_words_.get();
-  probe_local_ = static_cast<CUdeviceptr>(word_bases[rank] + probe * kWordBytes);
-  path_.scratch =
-      static_cast<CUdeviceptr>(word_bases[rank] + (probe + 2 * world_size) * kWordBytes);
-  path_.waiting = status_at(word_bases, rank);
+  path_.scratch = own_word(block_.copy_scratch());
 }
 
 CaptureId Group::admit(cudaStream_t caller, const char* op) {
@@ -85,14 +55,16 @@ CaptureId Group::admit(cudaStream_t caller, const char* op) {
   return lanes_.admit(caller, this, op);
 }
 
-SignalWords Group::words_at(int64_t first_word) const {
+SignalWords Group::words_of_row(int64_t row) const {
   SignalWords words;
   for (int64_t step = 1; step < world_size_; ++step) {
     const int64_t peer = (rank_ + step) % world_size_;
-    words.remote.push_back(
-        static_cast<CUdeviceptr>(word_bases_[peer] + (first_word + rank_) * kWordBytes));
-    words.local.push_back(
-        static_cast<CUdeviceptr>(word_bases_[rank_] + (first_word + peer) * kWordBytes));
+    words.remote.push_back(WordBlock::at(word_bases_[peer], row + rank_));
+    words.local.push_back(own_word(row + peer));
+  }
+  words.note = own_word(row + rank_);
+  for (int64_t word = 0; word < block_.row_words(); word += 2) {
+    words.pairs.push_back(own_word(row + word));
   }
   return words;
 }
@@ -121,11 +93,11 @@ void Group::add_window(WindowInfo info) {
     Channel channel;
     channel.slot = slot;
     for (const char letter : info.channel) {
-      channel.tag = mixed(channel.tag + static_cast<unsigned char>(letter) + kOpenSalt);
+      channel.key = mixed(channel.key + static_cast<unsigned char>(letter) + kOpenSalt);
     }
     channel.description = std::make_shared<const std::string>("channel '" + info.channel + "'");
-    channel.empty = std::make_shared<const SignalWords>(words_at(2 * slot * world_size_));
-    channel.full = std::make_shared<const SignalWords>(words_at((2 * slot + 1) * world_size_));
+    channel.empty = std::make_shared<const SignalWords>(words_of_row(block_.empty_row(slot)));
+    channel.full = std::make_shared<const SignalWords>(words_of_row(block_.full_row(slot)));
     found = channels_.emplace(info.channel, std::move(channel)).first;
   }
   ++found->second.num_windows;
@@ -184,8 +156,8 @@ void Group::shake(Step step, std::shared_ptr<const std::string> subject,
   for (const Awaited& one : awaited) {
     signals.push_back({one.words.get(), one.tag});
   }
-  const uint64_t number = log_.add(step, std::move(subject), capture, std::move(awaited));
-  handshake(signals, path_, lanes_.copy(), capture != 0, number);
+  const uint32_t number = log_.add(step, std::move(subject), capture, std::move(awaited));
+  handshake(signals, path_, lanes_.copy(), number);
 }
 
 // The previous round may have been read on another stream: this rank is done only when that stream
@@ -215,23 +187,25 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
       }
     }
   };
-  if (own_share) {
-    lanes_.order(caller, {lanes_.copy(), lanes_.own()}, capture);
-  } else {
-    lanes_.order(caller, {lanes_.copy()}, capture);
-  }
+  lanes_.lead(caller, own_share, capture);
   const bool opens = channel.rounds.count(capture) == 0;
   if (opens) {
     follow_reader(channel, caller, capture);
   }
-  // The own share needs no handshake. It is issued first: a graph then starts it at once, and the
-  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md).
-  issue(true);
+  // The own share needs no handshake. A graph starts it at once when it is issued first, and the
+  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md); an eager call
+  // takes 5 us to issue it, in which what the peers wait for is on its way already.
+  if (capture != 0) {
+    issue(true);
+  }
   if (opens && path_.fault != Fault::kNoOpen) {
-    const uint64_t tag = mixed(channel.tag + window.tag + kOpenSalt);
+    const uint32_t tag = tag_of(channel.key + window.tag + kOpenSalt);
     shake(Step::kOpen, window.description, {{channel.empty, tag}}, capture);
   }
   issue(false);
+  if (capture == 0) {
+    issue(true);
+  }
   channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
 }
 
@@ -268,7 +242,7 @@ void Group::complete(const std::vector<const void*>& windows,
   std::vector<Awaited> awaited;
   for (Channel* channel : channels) {
     const Round& round = channel->rounds.at(capture);
-    const uint64_t tag = mixed(channel->tag + round.tag() + kFullSalt);
+    const uint32_t tag = tag_of(channel->key + round.tag() + kFullSalt);
     awaited.push_back({channel->full, tag});
     own_share |= round.has_own_share();
   }
@@ -280,7 +254,7 @@ void Group::complete(const std::vector<const void*>& windows,
     shake(Step::kClose, channels.front()->description, std::move(awaited), capture);
   }
   if (own_share) {
-    lanes_.order(lanes_.own(), {caller}, capture);
+    lanes_.join_own(caller, capture);
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
   for (Channel* channel : channels) {
@@ -355,8 +329,8 @@ void Group::run_handshakes(int64_t num_pairs, cudaStream_t caller) {
   lanes_.order(caller, {lanes_.copy()}, capture);
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     // Two words in turn: with one, a peer that runs ahead would set it before it was reset.
-    shake(Step::kBare, nullptr, {{probe_words_, mixed(kOpenSalt)}}, capture);
-    shake(Step::kBare, nullptr, {{answer_words_, mixed(kFullSalt)}}, capture);
+    shake(Step::kBare, nullptr, {{probe_words_, tag_of(kOpenSalt)}}, capture);
+    shake(Step::kBare, nullptr, {{answer_words_, tag_of(kFullSalt)}}, capture);
   }
   lanes_.order(lanes_.copy(), {caller}, capture);
 }

@@ -20,15 +20,9 @@
 #include "rescue.h"
 #include "round.h"
 #include "watchdog.h"
+#include "word_block.h"
 
 namespace ulysses_ops {
-
-// Channels that one communicator may hold at once.
-inline constexpr int64_t kMaxChannels = 64;
-
-// The symmetric word block of one rank: for each channel `empty` and `full` words of every rank,
-// then two probe words of every rank, one scratch word, and the status words. In words, not bytes.
-int64_t num_words(int64_t world_size);
 
 class Group {
  public:
@@ -40,7 +34,8 @@ class Group {
   Lanes& lanes() const { return lanes_; }
   SignalPath& path() { return path_; }
   const Signal& probe_signal() const { return probe_; }
-  CUdeviceptr probe_words() const { return probe_local_; }
+  // The words that probes of the peers set, by rank.
+  CUdeviceptr probe_words() const { return own_word(block_.probe_row()); }
 
   void add_window(WindowInfo info);
   void remove_window(const void* local_base);
@@ -86,7 +81,7 @@ class Group {
   struct Channel {
     int64_t slot = 0;
     int64_t num_windows = 0;
-    uint64_t tag = 0;
+    uint64_t key = 0;  // the name, as part of tags
     std::shared_ptr<const std::string> description;
     std::shared_ptr<const SignalWords> empty;
     std::shared_ptr<const SignalWords> full;
@@ -95,7 +90,8 @@ class Group {
     std::map<CaptureId, cudaStream_t> readers;
   };
 
-  SignalWords words_at(int64_t first_word) const;
+  CUdeviceptr own_word(int64_t word) const { return WordBlock::at(word_bases_[rank_], word); }
+  SignalWords words_of_row(int64_t row) const;
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
@@ -105,6 +101,7 @@ class Group {
 
   int64_t rank_;
   int64_t world_size_;
+  WordBlock block_;
   int64_t device_;
   Lanes& lanes_;
   std::vector<int64_t> word_bases_;
@@ -112,7 +109,6 @@ class Group {
   std::shared_ptr<const SignalWords> probe_words_;
   std::shared_ptr<const SignalWords> answer_words_;  // the other half of a pair with these
   Signal probe_;
-  CUdeviceptr probe_local_ = 0;
   std::unordered_map<const void*, std::unique_ptr<WindowInfo>> windows_;
   std::map<std::string, Channel> channels_;
   int64_t num_uses_ = 0;

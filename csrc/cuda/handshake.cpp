@@ -10,22 +10,31 @@ namespace {
 
 using Batch = std::vector<CUstreamBatchMemOpParams>;
 
-void push_write(Batch& batch, CUdeviceptr address, uint64_t value) {
+// Each write has a fence: earlier writes of the stream are visible first. It costs 0.7 us, and the
+// driver offers none without.
+void push_write(Batch& batch, CUdeviceptr address, uint32_t value) {
   CUstreamBatchMemOpParams op{};
-  op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   op.writeValue.address = address;
-  op.writeValue.value64 = value;
-  // A fence: earlier writes of the stream are visible first. It costs 0.9 us, and 64-bit writes
-  // cannot do without.
+  op.writeValue.value = value;
   op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
   batch.push_back(op);
 }
 
-void push_wait(Batch& batch, CUdeviceptr address, uint64_t value, bool flush_remote) {
+void push_reset(Batch& batch, CUdeviceptr pair) {
   CUstreamBatchMemOpParams op{};
-  op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  op.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  op.writeValue.address = pair;
+  op.writeValue.value64 = 0;
+  op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  batch.push_back(op);
+}
+
+void push_wait(Batch& batch, CUdeviceptr address, uint32_t value, bool flush_remote) {
+  CUstreamBatchMemOpParams op{};
+  op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   op.waitValue.address = address;
-  op.waitValue.value64 = value;
+  op.waitValue.value = value;
   op.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ | (flush_remote ? CU_STREAM_WAIT_VALUE_FLUSH : 0);
   batch.push_back(op);
 }
@@ -47,7 +56,7 @@ void announce_by_copy(const Signal& signal, CUdeviceptr scratch, cudaStream_t st
   write_local({scratch}, signal.tag, stream);
   for (const CUdeviceptr remote : signal.words->remote) {
     UOPS_CUDA_CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(remote),
-                                    reinterpret_cast<const void*>(scratch), sizeof(uint64_t),
+                                    reinterpret_cast<const void*>(scratch), sizeof(uint32_t),
                                     cudaMemcpyDefault, stream));
   }
 }
@@ -73,32 +82,28 @@ void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream)
 }
 
 void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
-               bool is_captured, uint64_t number) {
+               uint32_t number) {
   Batch batch;
-  batch.reserve(2 + 3 * signals.size() * signals.front().words->local.size());
+  batch.reserve(1 + 3 * signals.size() * signals.front().words->local.size());
   for (const Signal& signal : signals) {
     begin_announce(batch, signal, path, stream);
   }
   // Behind the announcements: while they travel, it costs nothing.
-  push_write(batch, path.waiting, number);
-  if (is_captured) {
-    submit(batch, stream);
-  }
+  push_write(batch, signals.front().words->note, number);
   for (const Signal& signal : signals) {
     for (const CUdeviceptr local : signal.words->local) {
       push_wait(batch, local, signal.tag, path.flush_remote);
     }
   }
   for (const Signal& signal : signals) {
-    for (const CUdeviceptr local : signal.words->local) {
-      push_write(batch, local, 0);
+    for (const CUdeviceptr pair : signal.words->pairs) {
+      push_reset(batch, pair);
     }
   }
-  push_write(batch, path.waiting, 0);
   submit(batch, stream);
 }
 
-void write_local(const std::vector<CUdeviceptr>& words, uint64_t value, cudaStream_t stream) {
+void write_local(const std::vector<CUdeviceptr>& words, uint32_t value, cudaStream_t stream) {
   Batch batch;
   for (const CUdeviceptr word : words) {
     push_write(batch, word, value);

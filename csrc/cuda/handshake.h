@@ -1,7 +1,9 @@
 // Self-resetting signal words: 0 -> tag -> 0, one producer and one consumer a word.
 //
 //   announce   write word@peer[me] = tag, for every peer       the payload before it is visible
-//   first await      wait word@me[peer] == tag, write it 0           for every peer
+//   note       write word@me[me] = number                      which handshake this rank waits in
+//   await      wait word@me[peer] == tag, for every peer
+//   reset      write words@me = 0, two at a time               the note with them
 //
 // A peer sets a word again only after it saw the answer that this rank sends after its reset; so no
 // signal is lost, no count is kept on the host, and eager calls, replays and mixtures of both look
@@ -20,13 +22,15 @@ inline constexpr int64_t kMaxRanks = 64;  // sets of ranks are 64-bit masks
 
 enum class SignalKind : int64_t {
   kWriteValue = 0,  // a stream-memory write into the peer's memory
-  kMemcpy = 1,      // an 8-byte device-to-device copy, for drivers that write only local memory
+  kMemcpy = 1,      // a copied word, for drivers that write only local memory
 };
 
 // Where the words of one handshake lie, one entry per peer (this rank left out), in rotated order.
 struct SignalWords {
   std::vector<CUdeviceptr> remote;  // this rank's word in each peer's memory
   std::vector<CUdeviceptr> local;   // each peer's word in this rank's memory
+  CUdeviceptr note = 0;             // this rank's word in its own memory
+  std::vector<CUdeviceptr> pairs;   // `local` and `note`, two words at a time
 };
 
 // Faults for tests: each takes one half away, and a test that does not notice is blind.
@@ -39,7 +43,6 @@ enum class Fault : int64_t {
 struct SignalPath {
   SignalKind kind = SignalKind::kWriteValue;
   CUdeviceptr scratch = 0;    // a local word: the source of copied signals
-  CUdeviceptr waiting = 0;    // a local word: holds the number of a handshake while it waits
   bool flush_remote = false;  // the device can flush remote writes behind a wait
   Fault fault = Fault::kNone;
 };
@@ -47,19 +50,19 @@ struct SignalPath {
 // The words of one channel and the tag that its round is known by.
 struct Signal {
   const SignalWords* words = nullptr;
-  uint64_t tag = 0;
+  uint32_t tag = 0;
 };
 
 // Both halves: announce all signals to every peer, then await every peer for all of them, on
 // `stream`. Resets come behind all waits, so that what has arrived can be told from what has not.
-// A graph is faster with a batch for each half, an eager call saves the host one of them.
+// `number` stands in the first signal's note meanwhile.
 void handshake(const std::vector<Signal>& signals, const SignalPath& path, cudaStream_t stream,
-               bool is_captured, uint64_t number);
+               uint32_t number);
 
 // The first half alone; the probe of a signal path uses it.
 void announce(const Signal& signal, const SignalPath& path, cudaStream_t stream);
 
-// Writes `value` into local words: resets them, or releases waits that no peer will answer.
-void write_local(const std::vector<CUdeviceptr>& words, uint64_t value, cudaStream_t stream);
+// Writes `value` into local words.
+void write_local(const std::vector<CUdeviceptr>& words, uint32_t value, cudaStream_t stream);
 
 }  // namespace ulysses_ops

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "../check.h"
 
@@ -112,6 +113,35 @@ void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after
   for (const cudaStream_t stream : after) {
     UOPS_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
   }
+}
+
+void Lanes::lead(cudaStream_t caller, bool own_share, CaptureId capture) {
+  if (!own_share) {
+    order(caller, {copy_}, capture);
+  } else if (capture == 0 || own_joined_in_ != capture) {
+    order(caller, {copy_, own_}, capture);
+  } else {
+    order(caller, {copy_}, capture);
+    put_own_at(caller);
+    own_joined_in_ = 0;
+  }
+}
+
+void Lanes::put_own_at(cudaStream_t caller) {
+  cudaStreamCaptureStatus status{};
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;  // taken as full ones; not to ask for them is an error
+  size_t num_nodes = 0;
+  UOPS_CUDA_CHECK(
+      cudaStreamGetCaptureInfo(caller, &status, nullptr, nullptr, &nodes, &edges, &num_nodes));
+  std::vector<cudaGraphNode_t> place(nodes, nodes + num_nodes);
+  UOPS_CUDA_CHECK(cudaStreamUpdateCaptureDependencies(own_, place.data(), nullptr, num_nodes,
+                                                      cudaStreamSetCaptureDependencies));
+}
+
+void Lanes::join_own(cudaStream_t caller, CaptureId capture) {
+  order(own_, {caller}, capture);
+  own_joined_in_ = capture;
 }
 
 void Lanes::before_replay(cudaStream_t launch) {

@@ -23,27 +23,28 @@ std::shared_ptr<T> allocate_pinned(int64_t count) {
   return {static_cast<T*>(memory), [](T* pointer) { cudaFreeHost(pointer); }};
 }
 
-std::string hexadecimal(uint64_t value) {
+std::string hexadecimal(uint32_t value) {
   char text[20];
-  std::snprintf(text, sizeof(text), "%#llx", static_cast<unsigned long long>(value));
+  std::snprintf(text, sizeof(text), "%#x", value);
   return text;
 }
 
 }  // namespace
 
-Rescue::Rescue(Lanes& lanes, const ExchangeLog& log, int64_t rank, int64_t world_size,
-               CUdeviceptr words, int64_t num_words, CUdeviceptr status,
-               std::vector<CUdeviceptr> told_at_peers)
+Rescue::Rescue(Lanes& lanes, const ExchangeLog& log, int64_t rank,
+               const std::vector<int64_t>& word_bases)
     : lanes_(lanes),
       log_(log),
       rank_(rank),
-      world_size_(world_size),
-      words_(words),
-      num_words_(num_words),
-      status_(status),
-      told_at_peers_(std::move(told_at_peers)),
-      host_(allocate_pinned<uint64_t>(num_words)),
+      block_{static_cast<int64_t>(word_bases.size())},
+      base_(word_bases[rank]),
+      host_(allocate_pinned<uint32_t>(block_.num_words())),
       poison_(allocate_pinned<char>(kPoisonBytes)) {
+  for (int64_t peer = 0; peer < block_.world_size; ++peer) {
+    if (peer != rank) {
+      told_at_peers_.push_back(WordBlock::at(word_bases[peer], block_.told() + rank));
+    }
+  }
   std::memset(poison_.get(), 0xff, kPoisonBytes);
 }
 
@@ -67,34 +68,39 @@ void Rescue::finish() {
   UOPS_CUDA_CHECK(status);
 }
 
-void Rescue::read(CUdeviceptr from, int64_t num_words) {
-  UOPS_CUDA_CHECK(cudaMemcpyAsync(host_.get(), reinterpret_cast<const void*>(from),
-                                  num_words * sizeof(uint64_t), cudaMemcpyDefault, lanes_.side()));
+void Rescue::read_words() {
+  UOPS_CUDA_CHECK(cudaMemcpyAsync(host_.get(), reinterpret_cast<const void*>(base_),
+                                  block_.num_bytes(), cudaMemcpyDefault, lanes_.side()));
   finish();
 }
 
 Status Rescue::read_status() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  read(status_, 1 + world_size_);
+  read_words();
+  const uint32_t* words = host_.get();
   Status status;
-  status.waiting = host_.get()[0];
-  for (int64_t rank = 0; rank < world_size_; ++rank) {
-    status.told.push_back(static_cast<Told>(host_.get()[1 + rank]));
+  // One chain, so there is one note, but for a stream that goes on while its words are read.
+  for (int64_t row = 0; row < WordBlock::kNumRows; ++row) {
+    status.waiting = std::max(status.waiting, words[block_.row(row) + rank_]);
+  }
+  for (int64_t rank = 0; rank < block_.world_size; ++rank) {
+    status.told.push_back(static_cast<Told>(words[block_.told() + rank]));
   }
   return status;
 }
 
 std::string Rescue::describe(const LogEntry& entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  read(words_, num_words_);
+  read_words();
   std::string missing;
   std::string held;
   for (const Awaited& awaited : entry.awaited) {
     // In rotated order, as handshake.cpp goes through them. Resets come behind all waits, so what
     // a peer has signalled is still there.
     for (size_t step = 0; step < awaited.words->local.size(); ++step) {
-      const int64_t peer = (rank_ + 1 + static_cast<int64_t>(step)) % world_size_;
-      const uint64_t value = host_.get()[(awaited.words->local[step] - words_) / sizeof(uint64_t)];
+      const int64_t peer = (rank_ + 1 + static_cast<int64_t>(step)) % block_.world_size;
+      const uint32_t value = host_.get()[(awaited.words->local[step] - WordBlock::at(base_, 0)) /
+                                         WordBlock::kWordBytes];
       if (value != awaited.tag) {
         missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
       }
@@ -106,12 +112,12 @@ std::string Rescue::describe(const LogEntry& entry) {
 }
 
 void Rescue::tell_peers(Told what, SignalKind kind) {
-  const auto value = static_cast<uint64_t>(what);
   SignalPath path;
   path.kind = kind;
-  path.scratch = status_ + (1 + world_size_) * sizeof(uint64_t);
-  const SignalWords words{told_at_peers_, {}};
-  announce({&words, value}, path, lanes_.side());
+  path.scratch = WordBlock::at(base_, block_.side_scratch());
+  SignalWords words;
+  words.remote = told_at_peers_;
+  announce({&words, static_cast<uint32_t>(what)}, path, lanes_.side());
   finish();
 }
 

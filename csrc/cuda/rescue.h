@@ -18,27 +18,22 @@
 #include "exchange_log.h"
 #include "handshake.h"
 #include "lanes.h"
+#include "word_block.h"
 
 namespace ulysses_ops {
 
-// Where the status words lie in the block of words: `waiting`, then what each rank told us, then a
-// scratch word. In words.
-inline int64_t num_status_words(int64_t world_size) { return 1 + world_size + 1; }
-
 // What a rank tells its peers about itself.
-enum class Told : uint64_t { kNothing = 0, kGaveUp = 1, kClosed = 2 };
+enum class Told : uint32_t { kNothing = 0, kGaveUp = 1, kClosed = 2 };
 
 struct Status {
-  uint64_t waiting = 0;    // number of the handshake that the copy stream waits in; 0 for none
+  uint32_t waiting = 0;    // number of the handshake that the copy stream waits in; 0 for none
   std::vector<Told> told;  // by rank
 };
 
 class Rescue {
  public:
-  // `words` and `status` are the local block of words and the status words in it; `told_at_peers`
-  // this rank's word at each peer.
-  Rescue(Lanes& lanes, const ExchangeLog& log, int64_t rank, int64_t world_size, CUdeviceptr words,
-         int64_t num_words, CUdeviceptr status, std::vector<CUdeviceptr> told_at_peers);
+  Rescue(Lanes& lanes, const ExchangeLog& log, int64_t rank,
+         const std::vector<int64_t>& word_bases);
 
   void add_window(char* base, int64_t num_bytes);
   void remove_window(const char* base);
@@ -55,20 +50,18 @@ class Rescue {
   bool release_wait();
 
  private:
-  void read(CUdeviceptr from, int64_t num_words);
+  void read_words();
   // Waits until the side stream is done; throws when it is not within some seconds.
   void finish();
 
   Lanes& lanes_;
   const ExchangeLog& log_;
   int64_t rank_;
-  int64_t world_size_;
-  CUdeviceptr words_;
-  int64_t num_words_;
-  CUdeviceptr status_;
-  std::vector<CUdeviceptr> told_at_peers_;
-  std::mutex mutex_;  // of the host words and the windows
-  std::shared_ptr<uint64_t> host_;
+  WordBlock block_;
+  int64_t base_;                            // of this rank's block
+  std::vector<CUdeviceptr> told_at_peers_;  // this rank's word at each peer
+  std::mutex mutex_;                        // of the host words and the windows
+  std::shared_ptr<uint32_t> host_;
   std::shared_ptr<char> poison_;
   std::vector<std::pair<char*, int64_t>> windows_;
 };

@@ -73,7 +73,7 @@ class Watchdog {
 
   std::atomic<bool> has_failed_{false};
   // Of the thread alone:
-  uint64_t seen_waiting_ = 0;
+  uint32_t seen_waiting_ = 0;
   Clock::time_point seen_since_;
   std::thread thread_;  // last: it uses everything above
 };

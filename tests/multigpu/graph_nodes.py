@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
-MEMCPY, BATCH_MEM_OP = 1, 12  # CUgraphNodeType
-WAIT_64 = 4  # CUstreamBatchMemOpType
+KERNEL, MEMCPY, BATCH_MEM_OP = 0, 1, 12  # CUgraphNodeType
+WAIT_32 = 1  # CUstreamBatchMemOpType
 
 
 class _MemOp(ctypes.Structure):
@@ -39,20 +39,20 @@ def _call(name: str, *args: object) -> None:
 def _kinds(node: int) -> list[str]:
     kind = c_int()
     _call("cuGraphNodeGetType", c_void_p(node), byref(kind))
-    if kind.value == MEMCPY:
-        return ["copy"]
+    if kind.value in (KERNEL, MEMCPY):
+        return ["copy" if kind.value == MEMCPY else "kernel"]
     if kind.value != BATCH_MEM_OP:
         return [f"node type {kind.value}"]
     params = _BatchParams()
     _call("cuGraphBatchMemOpNodeGetParams", c_void_p(node), byref(params))
     return [
-        "wait" if op.operation == WAIT_64 else "signal" if op.value else "reset"
+        "wait" if op.operation == WAIT_32 else "signal" if op.value else "reset"
         for op in params.operations[: params.count]
     ]
 
 
 def graph_paths(graph: int) -> list[list[str]]:
-    """Every path from a root to a leaf: copies and single memory operations, in order."""
+    """Every path from a root to a leaf: copies, kernels and single memory operations, in order."""
     count = c_size_t()
     _call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
     nodes = (c_void_p * count.value)()

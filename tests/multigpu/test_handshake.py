@@ -29,7 +29,8 @@ from rank_pool import RankPool
 
 from ulysses_ops import Exchange, UlyssesCommunicator, UlyssesError, scatter
 from ulysses_ops.graphs import CapturedStep, capture_step
-from ulysses_ops.windows import Window
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
 SHAPE = (1, 64, 8, 64)
 
@@ -206,10 +207,45 @@ def node_order(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
-    # With what tells the host that the stream waits, written behind the signal, and no longer.
-    handshake = ["signal", "signal", "wait", "reset", "reset"]
+    # The second write tells the host that the stream waits; one reset takes both words back.
+    handshake = ["signal", "signal", "wait", "reset"]
     for chains in pair.run(node_order):
         assert sorted(chains) == sorted([["copy"], [*handshake, "copy", *handshake]])
+
+
+def own_share_order(rank: int, world_size: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Paths of two rounds with a kernel between them, and of one round of two windows."""
+    with communicator() as comm:
+        specs = [WindowSpec(name, "scatter", SHAPE, torch.float32) for name in "ab"]
+        a, b = reserve(comm, specs)
+        x = filled(a, rank, 1)
+
+        def two_rounds() -> None:
+            send(comm, a, x)
+            x.add_(1)
+            send(comm, a, x)
+
+        def two_windows() -> None:
+            with Exchange(comm) as exchange:
+                exchange.send(x, a)
+                exchange.send(x, b)
+
+        paths = []
+        for work in (two_rounds, two_windows):
+            work()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                work()
+            paths.append(graph_paths(graph.raw_cuda_graph()))
+            graph.reset()
+        return paths[0], paths[1]
+
+
+def test_an_own_share_follows_what_is_not_joined_and_nothing_else(pair: RankPool) -> None:
+    for rounds, windows in pair.run(own_share_order):
+        assert ["copy", "kernel", "copy"] in rounds
+        assert ["copy", "copy"] not in rounds
+        assert ["copy", "copy"] in windows
 
 
 HOLD = r"""
