@@ -20,7 +20,14 @@ from ulysses_ops.tools import rivals, zero_cta
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PackedScatter
 from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Run, Setting
-from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE, SplitAlone, layer_variant
+from ulysses_ops.tools.layer_variants import (
+    HANDSHAKES_ALONE,
+    SCHEDULES,
+    SPLIT_ALONE,
+    HandshakesAlone,
+    SplitAlone,
+    layer_variant,
+)
 
 COMPUTE = "compute"
 OURS = "ours"
@@ -181,12 +188,9 @@ VARIANTS = (
         BlockVariant(name, layer_variant(schedule), "", is_ours=True, compares_bits=False)
         for name, schedule in SCHEDULES.items()
     ),
-    BlockVariant(
-        SPLIT_ALONE,
-        layer_variant(PEERS_FIRST, SplitAlone),
-        "none",
-        is_ours=True,
-        is_blind=True,
+    *(
+        BlockVariant(name, layer_variant(PEERS_FIRST, kind), "none", is_ours=True, is_blind=True)
+        for name, kind in ((SPLIT_ALONE, SplitAlone), (HANDSHAKES_ALONE, HandshakesAlone))
     ),
     BlockVariant("packed", packed, "nccl"),
     BlockVariant("overlapped", overlapped, "nccl"),

@@ -7,24 +7,33 @@ the order and the splits alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.layer import UlyssesAttention
 from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.schedule import PEERS_FIRST, Schedule
 from ulysses_ops.tools.block import EPS, Block, has_kernels
 from ulysses_ops.tools.block_setting import Run, Setting
-from ulysses_ops.windows import Window
+from ulysses_ops.window_spec import WindowSpec
+from ulysses_ops.windows import Window, reserve
 
+PACKED = "peers first packed"
 # By the name of the variant.
 SCHEDULES = {
     "peers first": PEERS_FIRST,
+    PACKED: replace(PEERS_FIRST, qkv_weights="packed"),
     "peers first with whole attention": Schedule("peers", "whole", "slabs"),
     "peers first in projection alone": Schedule("peers", "whole", "whole"),
 }
 SPLIT_ALONE = "peers first without copies"
+HANDSHAKES_ALONE = "peers first with handshakes alone"
+LITTLE_ELEMS = 8
 
 
 class SplitAlone(UlyssesAttention):
@@ -43,6 +52,51 @@ class SendsNothing(Exchange):
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Do nothing."""
+
+
+class HandshakesAlone(UlyssesAttention):
+    """The layer with its splits and handshakes, and a few bytes: what it costs to keep in step.
+
+    A rank that is slower for a moment holds up the others at every exchange, and not at the end
+    alone. Results mean nothing.
+    """
+
+    @cached_property
+    def _little(self) -> tuple[Window, Tensor]:
+        """Somewhere to send, and what. Collective at first, before a capture."""
+        comm = self.comm
+        dims = (1, comm.world_size, comm.world_size, LITTLE_ELEMS)
+        (window,) = reserve(comm, [WindowSpec("bench.little", "scatter", dims, torch.bfloat16)])
+        part = torch.zeros(1, 1, 1, LITTLE_ELEMS, dtype=torch.bfloat16, device=comm.device)
+        return window, part
+
+    def begin_exchange(self) -> Exchange:
+        """Start an exchange that sends little."""
+        return SendsLittle(self.comm, *self._little)
+
+
+class SendsLittle(Exchange):
+    """An exchange that opens and closes like another, and sends every peer the same few bytes."""
+
+    def __init__(self, comm: UlyssesCommunicator, window: Window, part: Tensor) -> None:
+        """Begin with nothing sent."""
+        super().__init__(comm)
+        self._little = window
+        self._part = part
+        self._has_sent = False
+
+    def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
+        """Send little instead, the first time."""
+        if not self._has_sent:
+            self._has_sent = True
+            for other in range(self._comm.world_size):
+                if other != self._comm.rank:
+                    super().send(self._part, self._little, peer=other)
+
+    def complete(self) -> None:
+        """End the round; the next send opens another."""
+        super().complete()
+        self._has_sent = False
 
 
 def layer_variant(

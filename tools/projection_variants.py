@@ -9,24 +9,31 @@ Variants have the names of those of the block; what each does before attention t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from ulysses_ops.attention import reserve_attention
 from ulysses_ops.exchange import Exchange
-from ulysses_ops.schedule import PEERS_FIRST, Schedule
+from ulysses_ops.layer import UlyssesAttention
 from ulysses_ops.tools.baselines import NcclScatter, PackedScatter
 from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Outputs, Run, Setting
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
-from ulysses_ops.tools.layer_variants import SPLIT_ALONE, SplitAlone, layer_of
+from ulysses_ops.tools.layer_variants import (
+    HANDSHAKES_ALONE,
+    PACKED,
+    SCHEDULES,
+    SPLIT_ALONE,
+    HandshakesAlone,
+    SplitAlone,
+    layer_of,
+)
 
 QKV = "qkv"
 GEMMS = "gemms"  # what the others are a multiple of
 REPLAYED = "compute replayed as ours"  # what the replay of a captured step itself costs
-PACKED = "peers first packed"
 
 
 def gemms(setting: Setting) -> Run:
@@ -57,19 +64,15 @@ def ours(setting: Setting) -> Run:
     return run
 
 
-def peers_first(setting: Setting) -> Run:
-    """The peers' heads first, the own ones straight into the own windows."""
-    return _by_layer(setting, PEERS_FIRST)
+def by_layer(setting: Setting, name: str, kind: type[UlyssesAttention] = UlyssesAttention) -> Run:
+    """What the layer does before attention in the schedule of this name."""
+    layer, cos, sin = layer_of(setting, SCHEDULES[name], kind)
 
+    def run(x: Tensor) -> Outputs:
+        q, k, v = layer.project(x, cos, sin)
+        return v, k, q
 
-def peers_first_packed(setting: Setting) -> Run:
-    """The same from packed weights: Q, K and V of a peer are one GEMM."""
-    return _by_layer(setting, replace(PEERS_FIRST, qkv_weights="packed"))
-
-
-def split_alone(setting: Setting) -> Run:
-    """Peers first with nothing sent: what splitting alone costs."""
-    return _by_layer(setting, PEERS_FIRST, SplitAlone)
+    return run
 
 
 def naive(setting: Setting) -> Run:
@@ -97,24 +100,25 @@ def packed(setting: Setting) -> Run:
     return run
 
 
-def _by_layer(setting: Setting, schedule: Schedule, kind: type[SplitAlone] | None = None) -> Run:
-    layer, cos, sin = layer_of(setting, schedule, *([] if kind is None else [kind]))
-
-    def run(x: Tensor) -> Outputs:
-        q, k, v = layer.project(x, cos, sin)
-        return v, k, q
-
-    return run
-
-
 PROJECTIONS = (
     BlockVariant(GEMMS, gemms, "none", is_blind=True),
     BlockVariant(COMPUTE, compute_only, "none", is_blind=True),
     BlockVariant(REPLAYED, compute_only, "none", is_ours=True, is_blind=True),
     BlockVariant(OURS, ours, "", is_ours=True),
-    BlockVariant("peers first", peers_first, "", is_ours=True, compares_bits=False),
-    BlockVariant(PACKED, peers_first_packed, "", is_ours=True, compares_bits=False),
-    BlockVariant(SPLIT_ALONE, split_alone, "none", is_ours=True, is_blind=True),
+    *(
+        BlockVariant(name, partial(by_layer, name=name), "", is_ours=True, compares_bits=False)
+        for name in ("peers first", PACKED)
+    ),
+    *(
+        BlockVariant(
+            name,
+            partial(by_layer, name="peers first", kind=kind),
+            "none",
+            is_ours=True,
+            is_blind=True,
+        )
+        for name, kind in ((SPLIT_ALONE, SplitAlone), (HANDSHAKES_ALONE, HandshakesAlone))
+    ),
     BlockVariant(NAIVE, naive, "nccl"),
     BlockVariant("packed", packed, "nccl"),
 )

@@ -38,8 +38,8 @@ from ulysses_ops.tools.block_variants import (
     select_variants,
 )
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
-from ulysses_ops.tools.layer_variants import SCHEDULES, SPLIT_ALONE
-from ulysses_ops.tools.projection_variants import GEMMS, PACKED, PROJECTIONS, QKV
+from ulysses_ops.tools.layer_variants import HANDSHAKES_ALONE, PACKED, SCHEDULES, SPLIT_ALONE
+from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.report import Outcome
 from ulysses_ops.tools.results import Row
 from ulysses_ops.tools.shapes import BLOCKS, FUNCTIONAL_BLOCKS, Shape
@@ -47,7 +47,8 @@ from ulysses_ops.tools.timing import Effort
 
 TINY, BATCH = FUNCTIONAL_BLOCKS
 EFFORT = Effort(2, 0.5)
-RUN_ON_CPU = {COMPUTE, OURS, NAIVE, "packed", "overlapped", *SCHEDULES, SPLIT_ALONE}
+BLIND = {SPLIT_ALONE, HANDSHAKES_ALONE}
+RUN_ON_CPU = {COMPUTE, OURS, NAIVE, "packed", "overlapped", *SCHEDULES, *BLIND}
 
 
 def cpu_ranks() -> Launch:
@@ -150,7 +151,7 @@ def test_blocks_run_on_two_cpu_ranks() -> None:
         for row in rows:
             details = row.details or {}
             name = details["variant"]
-            assert row.exact is (None if name in {COMPUTE, SPLIT_ALONE, *SCHEDULES} else True)
+            assert row.exact is (None if name in {COMPUTE, *BLIND, *SCHEDULES} else True)
             assert (details["relative_error"] is not None) is (name in SCHEDULES)
             assert (row.tax_percent is None) is (name == COMPUTE)
             assert row.host_us is not None and row.spread_us is not None
