@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ulysses_ops.tools.benchmark_job import HANDSHAKE, SECTIONS, BenchmarkJob
 from ulysses_ops.tools.block_job import SECTION as BLOCK
@@ -17,6 +17,7 @@ from ulysses_ops.tools.parity import ParityJob
 from ulysses_ops.tools.projection_variants import QKV
 from ulysses_ops.tools.replays import ReplayJob
 from ulysses_ops.tools.report import ResumeFrom
+from ulysses_ops.tools.results import Mode
 from ulysses_ops.tools.shapes import (
     BLOCKS,
     FUNCTIONAL,
@@ -62,6 +63,7 @@ class Choice:
         parts: Of the step: names, separated by commas, or ``"all"``.
         size: Of the step that is timed, ``"<width>x<height>[x<frames>]"``; the model's when empty.
         trial: Whether variants of the block are tried in processes of their own first.
+        modes: In which block and qkv are timed: names, separated by commas, or ``"all"``.
         transport: Transport to insist on.
         mapping: Mapping to insist on.
         signal: Signal to insist on.
@@ -77,6 +79,7 @@ class Choice:
     parts: str = "all"
     size: str = ""
     trial: bool = True
+    modes: str = "all"
     transport: str | None = None
     mapping: str | None = None
     signal: str | None = None
@@ -96,6 +99,21 @@ class Choice:
             message = f"only: {unknown} are unknown; choose from {list(KNOWN)} or 'all'"
             raise ValueError(message)
         return tuple(name for name in KNOWN if name in wanted)
+
+    @property
+    def block_modes(self) -> tuple[Mode, ...]:
+        """Modes in which block and qkv are timed.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        known = get_args(Mode)
+        wanted = known if self.modes == "all" else [n.strip() for n in self.modes.split(",")]
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            message = f"modes: {unknown} are unknown; choose from {list(known)} or 'all'"
+            raise ValueError(message)
+        return tuple(mode for mode in known if mode in wanted)
 
     @property
     def step_parts(self) -> tuple[str, ...]:
@@ -237,6 +255,7 @@ def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
         resume=choice.resume_from(op),
         op=op,
         trial=choice.trial,
+        modes=choice.block_modes,
     )
 
 

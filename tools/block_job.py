@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.block import WeightStore, block_flops
@@ -14,7 +15,7 @@ from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.projection_variants import PROJECTIONS, QKV
 from ulysses_ops.tools.replays import PARTING_S
 from ulysses_ops.tools.report import NO_TIME, Report, ResumeFrom, describe_transport
-from ulysses_ops.tools.results import Row
+from ulysses_ops.tools.results import Mode, Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort
 from ulysses_ops.tools.zero_cta import NAME as ZERO_CTA
@@ -44,6 +45,7 @@ class BlockJob:
         resume: An earlier run to go on with.
         op: The whole block, or its stage ``"qkv"`` before attention.
         trial: Whether variants are tried in processes of their own first.
+        modes: Which are timed.
     """
 
     shapes: tuple[Shape, ...]
@@ -57,6 +59,7 @@ class BlockJob:
     resume: ResumeFrom | None = None
     op: str = SECTION
     trial: bool = True
+    modes: tuple[Mode, ...] = get_args(Mode)
 
 
 def run_block_job(context: RankContext, job: BlockJob, report: Report) -> None:
@@ -123,7 +126,7 @@ def _measure(
     )
     with comm:
         report.transport = report.transport or describe_transport(comm)
-        rows = block_rows(site, comm, shape, variants, effort, found, job.op)
+        rows = block_rows(site, comm, shape, variants, effort, found, job.op, job.modes)
     here = {
         f"{_section(job, shape)}: {name}": reason
         for name, reason in found.items()

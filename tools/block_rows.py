@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -18,7 +19,7 @@ from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.paired import tax_percent
 from ulysses_ops.tools.projection_variants import GEMMS, QKV
-from ulysses_ops.tools.results import Row
+from ulysses_ops.tools.results import Mode, Row
 from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
 from ulysses_ops.tools.zero_cta import ZeroCta
@@ -47,6 +48,7 @@ def block_rows(
     effort: Effort,
     not_run: dict[str, str],
     op: str = "block",
+    modes: Sequence[Mode] = get_args(Mode),
 ) -> list[Row]:
     """Check and time the block, or a stage of it, at one shape. Collective.
 
@@ -58,16 +60,16 @@ def block_rows(
         effort: How long.
         not_run: Reasons by variant, or ``variant/mode``; those of this shape are added.
         op: What the variants do: ``"block"``, or ``"qkv"``.
+        modes: In which they are timed. All are checked.
     """
     with ExitStack() as closing:
         bench = open_block(site, comm, shape, variants, not_run, closing)
         not_run.update(bench.not_run)
-        runs = {key: Variant(built.run) for key, built in bench.built.items()}
+        timed = {key: built for key, built in bench.built.items() if built.mode in modes}
+        runs = {key: Variant(built.run) for key, built in timed.items()}
         times = measure(site.context, runs, effort, f"{shape.title}, {op}")
-        host_us = {key: bench.host_us(built) for key, built in bench.built.items()}
-        return [
-            _row(op, shape, comm, built, times, host_us[key]) for key, built in bench.built.items()
-        ]
+        host_us = {key: bench.host_us(built) for key, built in timed.items()}
+        return [_row(op, shape, comm, built, times, host_us[key]) for key, built in timed.items()]
 
 
 def open_block(

@@ -70,6 +70,9 @@ def run_benchmark(
         bool,
         typer.Option(help="Try the block's variants, in processes of their own, and profile them."),
     ] = True,
+    modes: Annotated[
+        str, typer.Option(help="Modes in which block and qkv are timed: eager, graph; or 'all'.")
+    ] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     batch_ms: Annotated[
         float, typer.Option(min=0.1, help="Time for each variant in a round, in ms.")
@@ -112,7 +115,7 @@ def run_benchmark(
     commit = commit or read_commit()
     folder = out or RESULTS
     earlier = folder if resume else None
-    chosen = (shapes, only, variants, models, layers or None, parts, size, trial)
+    chosen = (shapes, only, variants, models, layers or None, parts, size, trial, modes)
     choice = Choice(*chosen, transport, mapping, signal, earlier, commit)
     ranks = world_size or 2
     is_alone = world_size == 1 and num_devices > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -145,14 +146,19 @@ def paired_ratio(slow: Summary, fast: Summary) -> float:
 def measure(
     context: RankContext, variants: Mapping[str, Variant], effort: Effort, what: str
 ) -> dict[str, Summary]:
-    """Time all variants in turn, round after round, and summarise over the ranks. Collective."""
+    """Time all variants in turn, round after round, and summarise over the ranks. Collective.
+
+    Each round has an order of its own, alike on all ranks. Where power limits the clock, a variant
+    is faster behind one that leaves the GPU idle: in a fixed order the same one would always be.
+    """
     batches = {name: _agree_batch(context, variants[name], effort, name) for name in variants}
     rounds: dict[str, Rounds] = {name: [] for name in variants}
     for number in range(effort.rounds):
         if context.gather(effort.is_over(number))[0]:  # one rank's clock decides for all
             break
         context.progress(f"{what}: round {number + 1} of {effort.rounds}")
-        for name, variant in variants.items():
+        for name in random.Random(number).sample(list(variants), len(variants)):
+            variant = variants[name]
             variant.ready()
             context.line_up(f"{what}, {name}")
             lead_in, count = batches[name]

@@ -16,6 +16,7 @@ from ulysses_ops.errors import UlyssesError
 from ulysses_ops.tools import benchmark_run, cuda_driver, handshake_forms, launch_kinds
 from ulysses_ops.tools.benchmark_job import run_rank
 from ulysses_ops.tools.benchmark_plan import Choice, plan_benchmark
+from ulysses_ops.tools.block_job import BlockJob
 from ulysses_ops.tools.cuda_driver import (
     await_equal,
     batch,
@@ -304,6 +305,19 @@ def test_trials_are_left_out_where_they_are_not_wanted(monkeypatch: pytest.Monke
         found[trial] = benchmark_run._try_blocks(plan, 5.0, lambda text: None)
     assert tried == ["tried"]
     assert found[False]["zero-CTA"].not_run == {"zero-CTA": "no NCCL"}  # what is known is told
+
+
+def test_blocks_are_timed_in_the_modes_that_are_named() -> None:
+    def modes_of(named: str) -> tuple[str, ...]:
+        (plan,) = plan_benchmark(LAUNCH, Choice(only="block", modes=named), Effort())
+        (job,) = plan.jobs
+        assert isinstance(job, BlockJob)
+        return job.modes
+
+    assert modes_of("all") == ("eager", "graph")
+    assert modes_of("graph") == ("graph",)
+    with pytest.raises(ValueError, match=r"modes: \['fast'\] are unknown"):
+        modes_of("fast,graph")
 
 
 # ---- tables --------------------------------------------------------------------------------------

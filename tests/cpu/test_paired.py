@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ulysses_ops.tools import budget as budget_module
 from ulysses_ops.tools.budget import Budget
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
 from ulysses_ops.tools.paired import Paired, excess_us, hidden_percent, tax_percent
-from ulysses_ops.tools.timing import Effort, Summary, Variant, measure
+from ulysses_ops.tools.timing import LEAD_IN, MIN_COUNT, Effort, Summary, Variant, measure
 
 
 def rounds(*values: float) -> Summary:
@@ -106,6 +107,25 @@ def _measure_late(context: RankContext, until: float) -> dict[str, int]:
     effort = Effort(6, 0.1, 2, until if context.rank == 0 else 0.0)
     summary = measure(context, {"a": Variant(lambda: None), "b": Variant(lambda: None)}, effort, "")
     return {name: len(times.round_us) for name, times in summary.items()}
+
+
+def _orders(context: RankContext, rounds: int) -> list[str]:
+    called: list[str] = []
+    variants = {name: Variant(partial(called.append, name)) for name in "abcdef"}
+    measure(context, variants, Effort(rounds, 0.001), "")
+    a_round = len(variants) * (LEAD_IN + MIN_COUNT)  # a batch of the shortest kind for each
+    timed = called[-a_round * rounds :]
+    return [
+        "".join(dict.fromkeys(timed[start : start + a_round]))
+        for start in range(0, len(timed), a_round)
+    ]
+
+
+def test_each_round_has_an_order_of_its_own() -> None:
+    orders, others = run_ranks(_orders, 4, Launch(2, "cpu", 0, 90.0, 60.0))
+    assert orders == others
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == list("abcdef") for order in orders)
 
 
 def test_ranks_stop_in_the_same_round() -> None:
