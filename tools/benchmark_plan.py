@@ -14,6 +14,7 @@ from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.overhead_job import FILES as OVERHEADS
 from ulysses_ops.tools.overhead_job import LAUNCH, OverheadJob
 from ulysses_ops.tools.parity import ParityJob
+from ulysses_ops.tools.power import POWER
 from ulysses_ops.tools.projection_variants import QKV
 from ulysses_ops.tools.replays import ReplayJob
 from ulysses_ops.tools.report import ResumeFrom
@@ -42,9 +43,10 @@ STEP_FILE = "attention_step"
 UNEVEN = "uneven"
 ALL_GATHER = "all_gather"
 OF_OPERATORS = tuple(name for name in SECTIONS if name not in (UNEVEN, ALL_GATHER))  # share a file
-KNOWN = (*SECTIONS, BLOCK, QKV, STEP, *OVERHEADS)
+BLOCKS_AND_PARTS = (BLOCK, QKV, POWER)
+KNOWN = (*SECTIONS, *BLOCKS_AND_PARTS, STEP, *OVERHEADS)
 # Run when they are named, not as part of "all".
-NAMED = (UNEVEN, ALL_GATHER, QKV, STEP, *OVERHEADS)
+NAMED = (UNEVEN, ALL_GATHER, QKV, POWER, STEP, *OVERHEADS)
 EVERYTHING = tuple(name for name in KNOWN if name not in NAMED)
 CPU_STEPS = 3
 LAUNCHES = "launches"  # a part of the step
@@ -194,7 +196,7 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
             earlier = choice.resume_from(file)
             job = BenchmarkJob(shapes, effort, sections, *insisted, earlier)
             plans.append(Plan(launch, [job], file))
-    stages = [op for op in (BLOCK, QKV) if op in choice.sections]
+    stages = [op for op in BLOCKS_AND_PARTS if op in choice.sections]
     plans += [Plan(launch, [_block_job(choice, effort, op)], op) for op in stages]
     if STEP in choice.sections:
         plans += [Plan(launch, [job], _step_file(job)) for job in _step_jobs(choice, effort)]
@@ -255,7 +257,7 @@ def _block_job(choice: Choice, effort: Effort, op: str) -> BlockJob:
         resume=choice.resume_from(op),
         op=op,
         trial=choice.trial,
-        modes=choice.block_modes,
+        modes=("graph",) if op == POWER else choice.block_modes,
     )
 
 
@@ -323,7 +325,7 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
     jobs += [
         BlockJob(blocks, effort, choice.variants, transport=choice.transport, op=op)
-        for op in (BLOCK, QKV)
+        for op in BLOCKS_AND_PARTS
         if op in choice.sections
     ]
     if STEP in choice.sections:

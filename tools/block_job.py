@@ -12,6 +12,7 @@ from ulysses_ops.tools.block_trial import open_zero_cta
 from ulysses_ops.tools.block_variants import VARIANTS, BlockVariant, select_variants
 from ulysses_ops.tools.budget import Budget
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.power import POWER
 from ulysses_ops.tools.projection_variants import PROJECTIONS, QKV
 from ulysses_ops.tools.replays import PARTING_S
 from ulysses_ops.tools.report import NO_TIME, Report, ResumeFrom, describe_transport
@@ -22,7 +23,11 @@ from ulysses_ops.tools.zero_cta import NAME as ZERO_CTA
 from ulysses_ops.tools.zero_cta import ZeroCta
 
 SECTION = "block"
-VARIANTS_OF = {SECTION: VARIANTS, QKV: PROJECTIONS}
+VARIANTS_OF = {
+    SECTION: VARIANTS,
+    QKV: PROJECTIONS,
+    POWER: tuple(variant for variant in VARIANTS if not variant.is_risky),
+}
 LONG_FLOPS = 5e12  # from here on a block takes some 10 ms, and fewer rounds will do
 LONG_ROUNDS = 5
 SHORT_ROUNDS = 8
@@ -43,7 +48,7 @@ class BlockJob:
         mapping: Mapping to insist on.
         signal: Signal to insist on.
         resume: An earlier run to go on with.
-        op: The whole block, or its stage ``"qkv"`` before attention.
+        op: The whole ``"block"``, its ``"power"``, or its stage ``"qkv"`` before attention.
         trial: Whether variants are tried in processes of their own first.
         modes: Which are timed.
     """
@@ -64,6 +69,9 @@ class BlockJob:
 
 def run_block_job(context: RankContext, job: BlockJob, report: Report) -> None:
     """Measure every shape that the report lacks. Collective."""
+    if job.op == POWER and context.device.type == "cpu":
+        report.leave_out(POWER, "needs GPUs")
+        return
     if job.resume is not None:
         report.resume(job.resume)
     variants = select_variants(job.variants, VARIANTS_OF[job.op])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import get_args
 
 import torch
@@ -18,6 +18,7 @@ from ulysses_ops.tools.block_setting import Setting
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.paired import tax_percent
+from ulysses_ops.tools.power import POWER, Power, measure_power
 from ulysses_ops.tools.projection_variants import GEMMS, QKV
 from ulysses_ops.tools.results import Mode, Row
 from ulysses_ops.tools.shapes import Shape
@@ -59,7 +60,8 @@ def block_rows(
         variants: What to measure.
         effort: How long.
         not_run: Reasons by variant, or ``variant/mode``; those of this shape are added.
-        op: What the variants do: ``"block"``, or ``"qkv"``.
+        op: What the variants do: ``"block"``, or ``"qkv"``; or ``"power"``, and graphs of the block
+            are also run over and over, on GPUs.
         modes: In which they are timed. All are checked.
     """
     with ExitStack() as closing:
@@ -69,7 +71,15 @@ def block_rows(
         runs = {key: Variant(built.run) for key, built in timed.items()}
         times = measure(site.context, runs, effort, f"{shape.title}, {op}")
         host_us = {key: bench.host_us(built) for key, built in timed.items()}
-        return [_row(op, shape, comm, built, times, host_us[key]) for key, built in timed.items()]
+        powers = {
+            key: measure_power(site.context, built.run, times[key].median_us, key)
+            for key, built in timed.items()
+            if op == POWER and built.mode == "graph"
+        }
+        return [
+            _row(op, shape, comm, built, times, host_us[key], powers.get(key))
+            for key, built in timed.items()
+        ]
 
 
 def open_block(
@@ -105,6 +115,7 @@ def _row(
     built: Built,
     times: Mapping[str, Summary],
     host_us: float,
+    power: Power | None,
 ) -> Row:
     variant, mode = built.variant, built.mode
     mine = times[built.key]
@@ -141,5 +152,6 @@ def _row(
             "rounds": len(mine.round_us),
             "relative_error": built.error,
             **({} if bare is None else {"ratio_to_gemm": paired_ratio(mine, bare)}),
+            **({} if power is None else {POWER: asdict(power)}),
         },
     )

@@ -14,6 +14,7 @@ from ulysses_ops.tools.markdown import (
     ranks_of,
     yes,
 )
+from ulysses_ops.tools.power import POWER, Power
 from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.results import Row
 
@@ -55,6 +56,46 @@ def block_table(record: Record) -> str:
         *head_of_commits(record),
     )
     return markdown(head, lines) if lines else ""
+
+
+def power_table(record: Record) -> str:
+    """One shape and variant a line: power, clock and cycles of a block run over and over."""
+    found: dict[tuple[str, int], dict[str, tuple[Row, Power]]] = {}
+    for row in record.rows:
+        if row.op == POWER and (power := detail(row, POWER)):
+            of_shape = found.setdefault((row.model, row.world_size), {})
+            of_shape[str(detail(row, "variant"))] = (row, Power(**power))
+    lines = [
+        (
+            _title(row) + ranks_of(row, record),
+            TITLES.get(name, name),
+            number(power.watts, 0),
+            number(power.sm_mhz, 0),
+            number(power.step_us, 0),
+            _more(power.step_us, compute.step_us),
+            number(power.cycles / 1e6, 2),
+            _more(power.cycles, compute.cycles),
+        )
+        for by_variant in found.values()
+        if COMPUTE in by_variant
+        for compute in [by_variant[COMPUTE][1]]
+        for name, (row, power) in by_variant.items()
+    ]
+    head = (
+        "block, graphs replayed without a pause",
+        "variant",
+        "W",
+        "SM MHz",
+        "us",
+        "more time",
+        "million cycles",
+        "more cycles",
+    )
+    return markdown(head, lines) if lines else ""
+
+
+def _more(figure: float, compute: float) -> str:
+    return "" if figure == compute else f"{100 * (figure / compute - 1):+.1f} %"
 
 
 def projection_table(record: Record) -> str:

@@ -107,11 +107,14 @@ class RankContext:
         self.finish(what)
         dist.barrier(group=self._control)
 
-    def finish(self, what: str, *, awake: bool = False) -> None:
-        """Wait, for a limited time, until the current stream is done.
+    def finish(
+        self, what: str, event: torch.cuda.Event | None = None, *, awake: bool = False
+    ) -> None:
+        """Wait, for a limited time, until the current stream has done what it holds now.
 
         Args:
             what: What is waited for, for the error.
+            event: Wait for this event instead.
             awake: Whether this core goes on meanwhile: after a sleep a host is slower for a while.
 
         Raises:
@@ -119,8 +122,9 @@ class RankContext:
         """
         if self.device.type == "cpu":
             return
-        event = torch.cuda.Event()
-        event.record()
+        if event is None:
+            event = torch.cuda.Event()
+            event.record()
         until = time.monotonic() + self._limit_s / 2
         while not event.query():
             if time.monotonic() > until:

@@ -42,7 +42,8 @@ def run_benchmark(
             help="What to measure, separated by commas: handshake, exchange, attention, load, "
             "block; or 'all' of these. And, not part of 'all', uneven: splits that are not alike; "
             "all_gather: shards of the sequence, to every rank; "
-            "qkv: the stage of the block before attention; step: whole models of diffusers; "
+            "qkv: the stage of the block before attention; power: what the block draws, and the "
+            "clock it leaves; step: whole models of diffusers; "
             "launch: of graphs, by their nodes (one rank will do); forms: of handshakes."
         ),
     ] = "all",
