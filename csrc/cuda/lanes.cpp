@@ -112,13 +112,16 @@ void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after
   UOPS_CUDA_CHECK(cudaEventRecord(event, before));
   for (const cudaStream_t stream : after) {
     UOPS_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
+    if (stream == own_) {
+      own_joined_in_ = 0;  // it holds something that nobody may have joined
+    }
   }
 }
 
 void Lanes::lead(cudaStream_t caller, bool own_share, CaptureId capture) {
   if (!own_share) {
     order(caller, {copy_}, capture);
-  } else if (capture == 0 || own_joined_in_ != capture) {
+  } else if (capture == 0 || own_joined_in_ != capture || own_joined_by_ != caller) {
     order(caller, {copy_, own_}, capture);
   } else {
     order(caller, {copy_}, capture);
@@ -142,6 +145,7 @@ void Lanes::put_own_at(cudaStream_t caller) {
 void Lanes::join_own(cudaStream_t caller, CaptureId capture) {
   order(own_, {caller}, capture);
   own_joined_in_ = capture;
+  own_joined_by_ = caller;
 }
 
 void Lanes::before_replay(cudaStream_t launch) {

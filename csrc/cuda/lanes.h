@@ -58,9 +58,10 @@ class Lanes {
   void order(cudaStream_t before, std::initializer_list<cudaStream_t> after, CaptureId capture);
 
   // Makes the copy chain, and for an own share its stream too, wait for what `caller` holds now. In
-  // a capture an own-share stream of which all is joined takes the caller's place in the graph,
-  // instead of adding it to its own: the edge that says nothing new costs an exchange 4 to 6 us
-  // (docs/design/measured.md).
+  // a capture an own-share stream of which this very caller has joined all takes the caller's place
+  // in the graph, instead of adding it to its own: the edge that says nothing new costs an exchange
+  // 4 to 6 us (docs/design/measured.md). Behind another caller the edge says something: a later
+  // completion there would miss what is left behind.
   void lead(cudaStream_t caller, bool own_share, CaptureId capture);
   // Makes `caller` wait for the own-share stream.
   void join_own(cudaStream_t caller, CaptureId capture);
@@ -88,7 +89,9 @@ class Lanes {
   bool may_be_captured_ = false;  // a call in a capture leaves it set, until both are found free
   // The stream whose replay was the latest eager work, by its id: handles are used again.
   std::optional<unsigned long long> replaying_;
-  CaptureId own_joined_in_ = 0;  // the capture in which nothing of the own-share stream is left
+  // The capture and the caller that has joined all that the own-share stream holds; 0 for none.
+  CaptureId own_joined_in_ = 0;
+  cudaStream_t own_joined_by_ = nullptr;
   CaptureId owned_capture_ = 0;
   const void* owner_ = nullptr;
 };

@@ -1,8 +1,8 @@
 // Ends waits that no peer will answer, on a thread of its own.
 //
-// A stream-memory wait has no time-out. The device says in the word `waiting` which handshake it is
-// in (NOTE [numbers]); when that stays the same for longer than the limit, or a peer has told that
-// it gave up, the watchdog
+// A stream-memory wait has no time-out. The device notes which handshake it waits in (NOTE
+// [numbers]); when that stays the same for longer than the limit, or a peer has told that it gave
+// up, the watchdog
 //   1. marks the group as failed, so that no host call goes on,
 //   2. tells every peer, whose watchdogs then do the same at once,
 //   3. fills the windows with NaN bytes, so that no half-filled result looks like a good one,

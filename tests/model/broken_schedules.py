@@ -10,6 +10,7 @@ from schedules import (
     ONE_QUEUE,
     caller_changes,
     caller_changes_own_in_place,
+    completed_elsewhere,
     deferred,
     eager_and_graph,
     exchange,
@@ -178,6 +179,16 @@ WRONG = (
         Scenario("own share joined by nobody", 2, one_channel, Protocol(own_joined=False)),
         STALE_READ,
         "the peers' parts are there, the own one may not be",
+    ),
+    Wrong(
+        Scenario(
+            "a graph completes on another stream, own share behind any caller",
+            2,
+            completed_elsewhere,
+            Protocol(own_follows="any"),
+        ),
+        STALE_READ,
+        "an own share was joined elsewhere, and what took its place says nothing about it",
     ),
     Wrong(
         Scenario("channel orders differ", 2, channel_orders_differ),

@@ -2,7 +2,8 @@
 
     caller   produces sources, reads windows; forks into the others and joins them by events
     copy     FIFO: open, copies to the peers in rotated order, close
-    own      the rank's own share, joined by the caller alone
+    own      the rank's own share, joined by the caller alone; the live one is issued last, one of a
+             graph first, and it follows only the caller that has joined all own shares before
     wires    only for what `Protocol.late` names: lands after the stream that issued it has gone on
 
 The host is never blocked, so it does not appear: each stream loops over the steps of all rounds.
@@ -45,6 +46,8 @@ class Protocol:
     """When a word becomes 0 again: "after" its wait, "before" it, or "never" (words are epochs)."""
     own_joined: bool = True
     """The caller waits for its own share when it completes."""
+    own_follows: str = "its joiner"
+    """In a graph, which caller alone an own share follows: "its joiner", or "any" behind a join."""
     reader_ordered: bool = True
     """An open also waits for the stream that completed the round before, if it is another one."""
     caller_follows: bool = True
@@ -75,6 +78,8 @@ class Host:
         self._open: set[str] = set()
         self._readers: dict[str, tuple[str, str]] = {}  # channel -> chain and stream of its reader
         self._lanes = dict(LIVE)
+        self._own_joined_by: str | None = None  # the caller that has joined all own shares
+        self._num_own = 0  # own-share streams of a graph, to tell them apart
         self._round = 0
         self._counters: dict[str, Cell] = {}
 
@@ -97,17 +102,21 @@ class Host:
         """`*_into`; the first of a round opens the channel if `opens`."""
         self._order("caller", "copy", f"send {window}")
         if own:
+            self._place_own()
             self._order("caller", "own", f"send {window}")
         first = channel not in self._open
         if first:
             self._open.add(channel)
             self._wait_for_reader(channel)
-        if own:
+        in_graph = self._lanes["copy"] != LIVE["copy"]
+        if own and in_graph:
             self._copy("own", window, self.rank)
         if first and (self._protocol.opens if opens is None else opens):
             self.handshake("empty", channel, tag)
         for peer in self._peers:
             self._copy("copy", window, peer)
+        if own and not in_graph:
+            self._copy("own", window, self.rank)
 
     def store_own(self, *windows: str) -> None:
         """Compute the own parts last, straight into the own windows."""
@@ -131,6 +140,7 @@ class Host:
         self._order("copy", "caller", f"close {channel}")
         if own and self._protocol.own_joined:
             self._order("own", "caller", f"close {channel}")
+            self._own_joined_by = self._lanes["caller"]
         for name in channel.split("+"):
             self._open.discard(name)
             self._readers[name] = (self._lanes["copy"], self._lanes["caller"])
@@ -187,10 +197,18 @@ class Host:
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Calls inside come from another caller stream."""
-        lanes = self._lanes
-        self._lanes = {**lanes, "caller": stream}
+        caller = self._lanes["caller"]
+        self._lanes = {**self._lanes, "caller": stream}
         yield
-        self._lanes = lanes
+        self._lanes = {**self._lanes, "caller": caller}
+
+    def fork(self, stream: str) -> None:
+        """Another stream goes on from here."""
+        self._order("caller", stream, "fork")
+
+    def join(self, stream: str) -> None:
+        """The caller waits for another stream."""
+        self._order(stream, "caller", "join")
 
     @contextmanager
     def replay(self, graph: str, *, joined: bool = True) -> Iterator[None]:
@@ -206,6 +224,7 @@ class Host:
                 if stream != live["caller"]:
                     self._order(stream, "caller", f"{stream} before {graph}")
         self._lanes = {**live, "copy": f"{graph} copy", "own": f"{graph} own"}
+        self._own_joined_by = None
         yield
         self._lanes = live
         if joined:
@@ -221,16 +240,25 @@ class Host:
             self._put(stream, EndOfLoop(counter, self._round, generations))
         self._round = 0
 
+    def _place_own(self) -> None:
+        if self._lanes["copy"] == LIVE["copy"] or self._own_joined_by is None:
+            return
+        if self._protocol.own_follows == "any" or self._own_joined_by == self._lanes["caller"]:
+            self._num_own += 1
+            self._lanes = {**self._lanes, "own": f"{self._lanes['copy']}, own {self._num_own}"}
+        self._own_joined_by = None
+
     def _wait_for_reader(self, channel: str) -> None:
         chain, stream = self._readers.get(channel, ("", ""))
         other = chain == self._lanes["copy"] and stream != self._lanes["caller"]
         if other and self._protocol.reader_ordered:
             followers = ["copy", "own", *(["caller"] if self._protocol.caller_follows else [])]
+            self._own_joined_by = None
             for lane in followers:
                 self._order(stream, lane, f"{lane} behind reader {stream} of {channel}")
 
     def _order(self, before: str, after: str, what: str) -> None:
-        lanes = f"{self._lanes['caller']}, {self._lanes['copy']}"
+        lanes = ", ".join(self._lanes[lane] for lane in ("caller", "copy", "own"))
         event = self._assembly.cell(f"event [{what}: {before} to {after}] of {self.rank} ({lanes})")
         self._put(before, Record(event))
         self._put(after, Await(event))

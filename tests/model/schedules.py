@@ -104,6 +104,38 @@ def eager_and_graph(stream: str, *, joined: bool = True) -> Script:
     return script
 
 
+def replayed(script: Script) -> Script:
+    """The same as a graph."""
+
+    def graph(host: Host) -> None:
+        with host.replay("graph"):
+            script(host)
+
+    return graph
+
+
+def completed_elsewhere(host: Host) -> None:
+    """A graph of two streams: one sends A and B and completes A; the other completes B.
+
+    Between the two it sends a window of its own, when no own share but that of B is left to join.
+    """
+    with host.replay("graph"):
+        host.fork("side")
+        for window in "ab":
+            host.produce(window)
+            host.send(window, channel=window)
+        host.complete("a")
+        host.read("a")
+        with host.on("side"):
+            host.produce("c")
+            host.send("c", channel="c")
+            for window in "bc":
+                host.complete(window)
+                host.read(window)
+        host.join("side")
+        host.end_round()
+
+
 def caller_changes(host: Host) -> None:
     """Rounds are sent and read on two streams in turn, which only the open orders."""
     for stream in ("main", "other"):
@@ -152,6 +184,7 @@ SAFE = (
     Scenario("peers first with opens", 2, peers_first(*"vkq")),
     Scenario("peers first with opens", 3, peers_first("qkv")),
     Scenario("one hardware queue: two channels", 3, two_channels, ONE_QUEUE),
+    Scenario("one hardware queue: two channels in a graph", 3, replayed(two_channels), ONE_QUEUE),
     Scenario("one hardware queue: three deferred copies", 3, deferred("vkq"), ONE_QUEUE),
     Scenario("one hardware queue: peers first", 3, peers_first(*"vkq"), ONE_QUEUE),
     Scenario("one hardware queue: eager calls and replays", 3, eager_and_graph("main"), ONE_QUEUE),
@@ -170,6 +203,8 @@ SAFE = (
         two_graphs("launch 1", "launch 2"),
         prologue=two_graphs("launch 1", "launch 2"),
     ),
+    Scenario("two channels in a graph", 2, replayed(two_channels)),
+    Scenario("a graph completes on another stream", 2, completed_elsewhere),
     Scenario("eager calls and replays on one stream", 3, eager_and_graph("main")),
     Scenario(
         "eager calls and replays on two streams, joined by us",

@@ -213,12 +213,15 @@ def test_order_of_nodes_in_a_graph(pair: RankPool) -> None:
         assert sorted(chains) == sorted([["copy"], [*handshake, "copy", *handshake]])
 
 
-def own_share_order(rank: int, world_size: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Paths of two rounds with a kernel between them, and of one round of two windows."""
+def own_share_order(rank: int, world_size: int) -> list[list[list[str]]]:
+    """Paths of two rounds with a kernel between them, one round of two windows, two streams."""
     with communicator() as comm:
-        specs = [WindowSpec(name, "scatter", SHAPE, torch.float32) for name in "ab"]
-        a, b = reserve(comm, specs)
+        specs = [WindowSpec(name, "scatter", SHAPE, torch.float32) for name in "abc"]
+        a, b, c = reserve(comm, specs)
         x = filled(a, rank, 1)
+        sources = {window: x.clone() for window in (a, b, c)}
+        after = (comm.token, comm.world_size, comm.name)
+        side = torch.cuda.Stream()
 
         def two_rounds() -> None:
             send(comm, a, x)
@@ -230,22 +233,43 @@ def own_share_order(rank: int, world_size: int) -> tuple[list[list[str]], list[l
                 exchange.send(x, a)
                 exchange.send(x, b)
 
+        def begin(window: Window) -> None:
+            torch.ops.ulysses.scatter_into(sources[window], window.tensor, *after)
+
+        def end(window: Window) -> None:
+            torch.ops.ulysses.complete([window.tensor], [sources[window]], *after)
+
+        def completed_elsewhere() -> None:
+            main = torch.cuda.current_stream()
+            side.wait_stream(main)
+            begin(a)
+            begin(b)
+            end(a)
+            with torch.cuda.stream(side):
+                begin(c)
+                end(b)
+                x.add_(1)
+                end(c)
+            main.wait_stream(side)
+
         paths = []
-        for work in (two_rounds, two_windows):
+        for work in (two_rounds, two_windows, completed_elsewhere):
             work()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 work()
             paths.append(graph_paths(graph.raw_cuda_graph()))
             graph.reset()
-        return paths[0], paths[1]
+        return paths
 
 
 def test_an_own_share_follows_what_is_not_joined_and_nothing_else(pair: RankPool) -> None:
-    for rounds, windows in pair.run(own_share_order):
+    for rounds, windows, elsewhere in pair.run(own_share_order):
         assert ["copy", "kernel", "copy"] in rounds
         assert ["copy", "copy"] not in rounds
         assert ["copy", "copy"] in windows
+        # The kernel reads `b`, whose own share another stream has joined, not its own.
+        assert ["copy", "copy", "copy", "kernel"] in elsewhere
 
 
 HOLD = r"""
