@@ -92,7 +92,7 @@ Status Rescue::read_status() {
 std::string Rescue::describe(const LogEntry& entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
   read_words();
-  std::string missing;
+  std::vector<int64_t> missing;
   std::string held;
   for (const Awaited& awaited : entry.awaited) {
     // In rotated order, as handshake.cpp goes through them. Resets come behind all waits, so what
@@ -101,14 +101,20 @@ std::string Rescue::describe(const LogEntry& entry) {
       const int64_t peer = (rank_ + 1 + static_cast<int64_t>(step)) % block_.world_size;
       const uint32_t value = host_.get()[(awaited.words->local[step] - WordBlock::at(base_, 0)) /
                                          WordBlock::kWordBytes];
-      if (value != awaited.tag) {
-        missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      // A peer may be missed for several channels, and is named once.
+      if (value != awaited.tag &&
+          std::find(missing.begin(), missing.end(), peer) == missing.end()) {
+        missing.push_back(peer);
       }
       held += (held.empty() ? "" : ", ") + std::string("rank ") + std::to_string(peer) + ": " +
               hexadecimal(value) + " of " + hexadecimal(awaited.tag);
     }
   }
-  return to_string(entry) + " waits for ranks [" + missing + "]; words held " + held;
+  std::string names;
+  for (const int64_t peer : missing) {
+    names += (names.empty() ? "" : ", ") + std::to_string(peer);
+  }
+  return to_string(entry) + " waits for ranks [" + names + "]; words held " + held;
 }
 
 void Rescue::tell_peers(Told what, SignalKind kind) {

@@ -96,6 +96,39 @@ def test_a_peer_that_is_less_late_is_waited_for(pair: RankPool, how: str) -> Non
         assert not spoiled
 
 
+def late_completion(rank: int, world_size: int) -> str:
+    """Rank 1 has sent into two channels, and completes both late, with one call."""
+    with communicator(timeout_s=20.0) as comm:
+        windows = [one_window(comm, SHAPE, name=name) for name in "ab"]
+
+        def both(number: int, late_s: float = 0.0) -> None:
+            exchange = Exchange(comm)
+            for window in windows:
+                exchange.send(filled(window, rank, number), window)
+            time.sleep(late_s)
+            exchange.complete()
+
+        both(1)
+        settle()
+        comm.set_timeout(LIMIT_S)
+        settle()
+        message = ""
+        try:
+            both(2, 3.0 * LIMIT_S if rank == 1 else 0.0)
+            comm.synchronize()
+        except PeerTimeoutError as error:
+            message = str(error)
+        dist.barrier()
+        return message
+
+
+def test_one_wait_for_two_channels_is_found(pair: RankPool) -> None:
+    waiting, late = pair.run(late_completion)
+    assert "waits for ranks [1]" in waiting
+    assert waiting.count("rank 1: 0 of 0x") == 2
+    assert "rank 0 gave up on an exchange and told so" in late
+
+
 def control_without_limit(rank: int, world_size: int) -> bool:
     """With the limit out of reach nothing ends the wait; the peer's call does."""
     with communicator(timeout_s=1000.0) as comm:
