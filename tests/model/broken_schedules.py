@@ -15,6 +15,7 @@ from schedules import (
     eager_and_graph,
     exchange,
     one_channel,
+    parts_from_two_streams,
     peers_first,
     rising_epochs,
     two_channels,
@@ -164,6 +165,11 @@ WRONG = (
         "the reset wipes a signal that came early",
     ),
     Wrong(
+        Scenario("pairs reset behind one wait", 3, one_channel, Protocol(resets="in pairs")),
+        DEADLOCK,
+        "the reset of two words wipes the signal of the peer that was not waited for",
+    ),
+    Wrong(
         Scenario("resets land late", 2, one_channel, Protocol(late=frozenset({"resets"}))),
         LOST_SIGNAL,
         "the peer's next signal meets a word whose reset is still under way, and goes with it",
@@ -189,6 +195,16 @@ WRONG = (
         ),
         STALE_READ,
         "an own share was joined elsewhere, and what took its place says nothing about it",
+    ),
+    Wrong(
+        Scenario(
+            "a graph sends parts from two streams, own share behind its caller alone",
+            2,
+            parts_from_two_streams,
+            Protocol(own_keeps_reader=False),
+        ),
+        OVERWRITE_WHILE_READING,
+        "its stream had been told of the reader, by the part that opened the round",
     ),
     Wrong(
         Scenario("channel orders differ", 2, channel_orders_differ),

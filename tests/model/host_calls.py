@@ -43,11 +43,14 @@ class Protocol:
     opens: bool = True
     """The first send of a round opens its channel."""
     resets: str = "after"
-    """When a word becomes 0 again: "after" its wait, "before" it, or "never" (words are epochs)."""
+    """When a word becomes 0 again: "after" all waits, "before" its own, "never" (words are epochs),
+    or "in pairs" of neighbouring ranks, behind the wait for either."""
     own_joined: bool = True
     """The caller waits for its own share when it completes."""
     own_follows: str = "its joiner"
     """In a graph, which caller alone an own share follows: "its joiner", or "any" behind a join."""
+    own_keeps_reader: bool = True
+    """An own share does not go to its caller's place when its stream waits for a reader."""
     reader_ordered: bool = True
     """An open also waits for the stream that completed the round before, if it is another one."""
     caller_follows: bool = True
@@ -97,6 +100,7 @@ class Host:
         channel: str,
         tag: int = 1,
         own: bool = True,
+        peers: bool = True,
         opens: bool | None = None,
     ) -> None:
         """`*_into`; the first of a round opens the channel if `opens`."""
@@ -113,7 +117,7 @@ class Host:
             self._copy("own", window, self.rank)
         if first and (self._protocol.opens if opens is None else opens):
             self.handshake("empty", channel, tag)
-        for peer in self._peers:
+        for peer in self._peers if peers else ():
             self._copy("copy", window, peer)
         if own and not in_graph:
             self._copy("own", window, self.rank)
@@ -174,6 +178,9 @@ class Host:
             if protocol.resets == "before":
                 self._put("copy", Reset(word))
             self._put("copy", Wait(word, tag))
+            if protocol.resets == "in pairs":
+                for writer in {peer, peer ^ 1} & {*self._peers}:
+                    self._put("copy", Reset(self._word(half, name, self.rank, writer)))
         if protocol.resets == "after":
             for name, peer in pairs:
                 word = self._word(half, name, self.rank, peer)
@@ -253,7 +260,8 @@ class Host:
         other = chain == self._lanes["copy"] and stream != self._lanes["caller"]
         if other and self._protocol.reader_ordered:
             followers = ["copy", "own", *(["caller"] if self._protocol.caller_follows else [])]
-            self._own_joined_by = None
+            if self._protocol.own_keeps_reader:
+                self._own_joined_by = None
             for lane in followers:
                 self._order(stream, lane, f"{lane} behind reader {stream} of {channel}")
 

@@ -136,6 +136,31 @@ def completed_elsewhere(host: Host) -> None:
         host.end_round()
 
 
+def parts_from_two_streams(host: Host) -> None:
+    """A graph whose side stream reads X while others send its next parts, the own one last."""
+    with host.replay("graph"):
+        for stream in ("side", "other"):
+            host.fork(stream)
+        with host.on("side"):
+            host.produce("x")
+            host.send("x", channel="c")
+            host.complete("c")
+        exchange(host, "y", "d")
+        with host.on("side"):
+            host.read("x")
+        host.end_round()
+        with host.on("other"):
+            host.produce("x")
+            host.send("x", channel="c", own=False)
+        host.produce("x")
+        host.send("x", channel="c", peers=False)
+        host.complete("c")
+        host.read("x")
+        for stream in ("side", "other"):
+            host.join(stream)
+        host.end_round()
+
+
 def caller_changes(host: Host) -> None:
     """Rounds are sent and read on two streams in turn, which only the open orders."""
     for stream in ("main", "other"):
@@ -205,6 +230,7 @@ SAFE = (
     ),
     Scenario("two channels in a graph", 2, replayed(two_channels)),
     Scenario("a graph completes on another stream", 2, completed_elsewhere),
+    Scenario("a graph sends parts from two streams", 2, parts_from_two_streams),
     Scenario("eager calls and replays on one stream", 3, eager_and_graph("main")),
     Scenario(
         "eager calls and replays on two streams, joined by us",
