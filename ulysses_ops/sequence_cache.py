@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange
+from .heads import share_heads
 from .kinds import check_kind, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import checked_splits, even_splits
@@ -194,11 +195,19 @@ class SequenceCache:
         self.write(share, self.slots(placement))
         return placement
 
-    def window(self, *, heads: Heads = "all", slots: int | None = None) -> Window:
+    def window(
+        self, *, heads: Heads = "all", query_heads: int | None = None, slots: int | None = None
+    ) -> Window:
         """The window that :meth:`read` fills. Collective at the first call with a size."""
         count = self._checked_slots(slots)
         if heads not in ("all", "split"):
             message = f"{OP}: heads={shown(heads)} must be 'all' or 'split'"
+            raise ValueError(message)
+        if query_heads is not None and (heads != "split" or not is_whole(query_heads)):
+            message = (
+                f"{OP}: query_heads={shown(query_heads)} must be the number of query heads, and "
+                f"goes with heads='split' alone, which is {heads!r}"
+            )
             raise ValueError(message)
         batch, _, num_heads, head_dim = self.rows.shape
         world_size = self._comm.world_size
@@ -206,17 +215,33 @@ class SequenceCache:
         name = f"{self._name}.{heads}"
         if heads == "all":
             spec = WindowSpec.all_gather(name, shape, self.rows.dtype, world_size)
-        else:
+        elif query_heads is None:
             shares = even_splits(num_heads, world_size)
             spec = WindowSpec(name, "scatter", shape, self.rows.dtype, head_splits=shares)
+        else:
+            share = share_heads(query_heads, num_heads, world_size)
+            spec = WindowSpec(
+                name,
+                "scatter",
+                shape,
+                self.rows.dtype,
+                head_splits=share.kv_splits,
+                head_starts=share.kv_starts,
+            )
         return reserve(self._comm, [spec])[0]
 
-    def read(self, *, heads: Heads = "all", slots: int | None = None) -> Tensor:
+    def read(
+        self, *, heads: Heads = "all", query_heads: int | None = None, slots: int | None = None
+    ) -> Tensor:
         """All rows of all ranks, in the order rank by rank, slot by slot.
 
         Args:
             heads: ``"all"`` of every row on every rank; ``"split"`` gives each rank its share of
                 the heads, as attention by heads takes them.
+            query_heads: With ``"split"`` where several query heads read one KV head: how many
+                there are. Each rank then gets the KV heads that its query heads read, some of them
+                on two ranks; see :func:`ulysses_ops.heads.share_heads`, whose result also says how
+                often each is read. Without it each rank gets an even share of the cache's heads.
             slots: Read the first so many slots of each rank alone. At least the fullest rank's
                 rows; a few sizes are better than many, since each has a window.
 
@@ -225,13 +250,14 @@ class SequenceCache:
             a cache of this name. Empty slots hold old or no data: mask them.
 
         Raises:
-            ValueError: ``slots`` or ``heads`` is wrong, or a row lies beyond ``slots``.
+            ValueError: ``slots``, ``heads`` or ``query_heads`` is wrong, or a row lies beyond
+                ``slots``.
             UlyssesError: closed, or a capture needs a window that is not reserved.
 
         Collective, and capturable.
         """
         self._check_reach(self._checked_slots(slots))
-        window = self.window(heads=heads, slots=slots)
+        window = self.window(heads=heads, query_heads=query_heads, slots=slots)
         count = window.layout.seq_splits[self._comm.rank]
         with Exchange(self._comm) as exchange:
             exchange.send(self.rows[:, :count], window)

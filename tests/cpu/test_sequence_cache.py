@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ulysses_ops import UlyssesCommunicator, even_splits, gather, scatter, sdpa
 from ulysses_ops.cached_attention import attend_cached, attend_cached_rows
+from ulysses_ops.heads import share_heads
 from ulysses_ops.indexer import index_scores, select_sharded_rows
 from ulysses_ops.latent import LatentHeads, attend_latent, attend_selected
 from ulysses_ops.row_slots import Placement, RowSlots
@@ -209,6 +210,45 @@ def video_chunks(rank: int, world_size: int, heads: int, seen: int) -> None:
 @pytest.mark.parametrize(("world_size", "heads"), [(2, 4), (4, 6)])
 def test_chunks_of_a_video_with_a_sliding_window(ranks: Ranks, world_size: int, heads: int) -> None:
     ranks(world_size).run(video_chunks, heads, 3, timeout_s=40)
+
+
+def groups_across_ranks(rank: int, world_size: int) -> None:
+    """6 query heads read 3 KV heads: at W = 2 the middle one is read on both ranks."""
+    rows, q_heads, kv_heads = 4, 6, 3
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, rows * world_size, heads, 8, generator=generator)
+        for heads in (q_heads, kv_heads, kv_heads)
+    )
+    share = share_heads(q_heads, kv_heads, world_size)
+    own = slice(rank * rows, (rank + 1) * rows)
+    options = {"batch": 1, "capacity": rows, "heads": kv_heads, "head_dim": 8}
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        caches = [
+            SequenceCache(comm, name=name, dtype=torch.float32, **options)  # type: ignore[arg-type]
+            for name in ("k", "v")
+        ]
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache.append(x[:, own])
+        queries = scatter(q[:, own].contiguous(), comm, head_splits=share.q_splits)
+        k_read, v_read = (
+            share.expand(cache.read(heads="split", query_heads=q_heads), rank) for cache in caches
+        )
+        out = sdpa(queries, k_read, v_read)
+        got = gather(out, comm, head_splits=share.q_splits)
+        expected = sdpa(q, k, v)
+        torch.testing.assert_close(got, expected[:, own])
+        even = caches[0].read(heads="split").shape[2]
+        assert (even == share.kv_splits[rank]) is (rank == 0)  # an even share has one too few
+        for wrong in ({"heads": "all", "query_heads": 6}, {"heads": "split", "query_heads": 1.5}):
+            with pytest.raises(ValueError, match="query_heads="):
+                caches[0].read(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"H=7 must be a multiple of H_kv=3"):
+            caches[0].read(heads="split", query_heads=7)
+
+
+def test_a_rank_reads_the_kv_heads_that_its_query_heads_need(ranks: Ranks) -> None:
+    ranks(2).run(groups_across_ranks, timeout_s=30)
 
 
 # ---- decoding ------------------------------------------------------------------------------------
