@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -114,9 +115,11 @@ def _has_parts(window: Window, context: RankContext) -> bool:
 
 
 def host_cost_rows(context: RankContext, comm: UlyssesCommunicator) -> list[Row]:
-    """Time the host's part of eager calls, a few at a time: no queue is full. Collective.
+    """Time the host's part of eager calls. Collective.
 
-    The core does not sleep in between, as it does not where calls follow each other.
+    A few calls behind a synchronisation, so that no queue is full, with a core that did not sleep;
+    and ``in_a_row_us`` with no wait between the calls at all: the GPU is about as fast as the host
+    at this size, and may hold it up.
     """
     world_size = context.world_size
     shape = Shape("host", "host cost", 64 * world_size, 8 * world_size, 64)
@@ -142,7 +145,16 @@ def host_cost_rows(context: RankContext, comm: UlyssesCommunicator) -> list[Row]
         "host cost of scatter_into": (send_by_op, complete_by_op),
         "host cost of Exchange.send": (send_by_exchange, exchange.complete),
     }
-    samples = _host_samples(context, pairs)
+    samples = {name: _HostSamples() for name in pairs}
+    for turn in range(1 + HOST_ROUNDS):
+        for name, (send, finish) in pairs.items():
+            context.progress(name)
+            times = _time_pairs(send, finish, context.device)
+            context.line_up(name)
+            in_a_row = _time_pairs(send, finish)
+            context.line_up(name)
+            if turn > 0:  # the first round warms up
+                samples[name].add(times, in_a_row)
     return [
         Row.of_times(
             name,
@@ -150,36 +162,43 @@ def host_cost_rows(context: RankContext, comm: UlyssesCommunicator) -> list[Row]
             world_size=world_size,
             transport=comm.transport,
             mode="eager",
-            times=summarise(context.gather(sends)),
+            times=summarise(context.gather(found.sends)),
             exact=None,
             bytes_per_peer=0,
-            details={"complete_us": round(max(context.gather(statistics.median(ends))), 3)},
+            details={
+                "complete_us": round(max(context.gather(statistics.median(found.ends))), 3),
+                "in_a_row_us": round(max(context.gather(statistics.median(found.in_a_row))), 3),
+            },
         )
-        for name, (sends, ends) in samples.items()
+        for name, found in samples.items()
     ]
 
 
-def _host_samples(
-    context: RankContext, pairs: Mapping[str, tuple[Callable[[], None], Callable[[], None]]]
-) -> dict[str, tuple[Rounds, list[float]]]:
-    """Microseconds of each send, by round, and of each completion, of all pairs in turn."""
-    sends: dict[str, Rounds] = {name: [] for name in pairs}
-    ends: dict[str, list[float]] = {name: [] for name in pairs}
-    for turn in range(1 + HOST_ROUNDS):
-        for name, (send, finish) in pairs.items():
-            context.progress(name)
-            samples = []
-            for call in range(HOST_CALLS):
-                if call % CALLS_A_WAIT == 0:
-                    context.finish(name, awake=True)
-                start = time.perf_counter()
-                send()
-                sent = time.perf_counter()
-                finish()
-                samples.append((sent - start) * 1e6)
-                if turn > 0:
-                    ends[name].append((time.perf_counter() - sent) * 1e6)
-            if turn > 0:  # the first round warms up
-                sends[name].append(samples)
-            context.line_up(name)
-    return {name: (sends[name], ends[name]) for name in pairs}
+@dataclass(frozen=True)
+class _HostSamples:
+    """Microseconds of sends, by round; of completions; and of sends without a wait between them."""
+
+    sends: Rounds = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
+
+    def add(self, times: list[tuple[float, float]], in_a_row: list[tuple[float, float]]) -> None:
+        self.sends.append([send_us for send_us, _ in times])
+        self.ends.extend(end_us for _, end_us in times)
+        self.in_a_row.extend(send_us for send_us, _ in in_a_row)
+
+
+def _time_pairs(
+    send: Callable[[], None], finish: Callable[[], None], waiting_for: torch.device | None = None
+) -> list[tuple[float, float]]:
+    """Microseconds of each send and of its completion."""
+    times = []
+    for call in range(HOST_CALLS):
+        if waiting_for is not None and waiting_for.type == "cuda" and call % CALLS_A_WAIT == 0:
+            torch.cuda.synchronize(waiting_for)  # what hangs here ends by the communicator's limit
+        start = time.perf_counter()
+        send()
+        sent = time.perf_counter()
+        finish()
+        times.append(((sent - start) * 1e6, (time.perf_counter() - sent) * 1e6))
+    return times

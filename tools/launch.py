@@ -107,15 +107,12 @@ class RankContext:
         self.finish(what)
         dist.barrier(group=self._control)
 
-    def finish(
-        self, what: str, event: torch.cuda.Event | None = None, *, awake: bool = False
-    ) -> None:
+    def finish(self, what: str, event: torch.cuda.Event | None = None) -> None:
         """Wait, for a limited time, until the current stream has done what it holds now.
 
         Args:
             what: What is waited for, for the error.
             event: Wait for this event instead.
-            awake: Whether this core goes on meanwhile: after a sleep a host is slower for a while.
 
         Raises:
             RankError: it is not done in time, which is how a lost signal shows.
@@ -133,8 +130,7 @@ class RankContext:
                     f"{self._limit_s / 2:g} s; is a peer missing from the exchange?"
                 )
                 raise RankError(message)
-            if not awake:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
 
     def progress(self, text: str) -> None:
         """Say what is being done: a sign of life, shown for rank 0."""

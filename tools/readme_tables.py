@@ -133,6 +133,9 @@ def costs_table(record: Record) -> str:
             lines.append(("round of a few bytes, in a graph", number(row.median_us, 1)))
         elif row.op.startswith("host cost"):
             lines.append((row.op, number(row.median_us, 1)))
+            in_a_row = detail(row, "in_a_row_us")
+            if in_a_row is not None:
+                lines.append((f"{row.op}, call after call", number(in_a_row, 1)))
     return markdown(("cost", "median us"), lines) if lines else ""
 
 
