@@ -18,6 +18,8 @@ from .kinds import check_tensors, is_whole, shown
 from .names import check_communicator
 from .ops import all_gather
 from .plan import checked_splits
+from .window_spec import WindowSpec
+from .windows import agree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LOW = (1 << 32) - 1
@@ -103,10 +105,12 @@ def distributed_topk(
         column. NaN comes before every number. No gradients.
 
     Raises:
-        ValueError: shape, dtype, ``k`` or splits are wrong; raised before any rank waits.
+        ValueError: shape, dtype, ``k`` or splits are wrong, raised before any rank waits; or ranks
+            have splits or dtypes that differ, on every rank.
         UlyssesError: as :func:`ulysses_ops.all_gather`.
 
-    Collective: every rank calls it with the same ``B``, ``Q``, ``k`` and dtype.
+    Collective: every rank calls it with the same ``B``, ``Q``, ``k`` and dtype. Ranks meet over
+    splits that are new, and not while a compiler traces.
     """
     op = "distributed_topk"
     check_communicator(op, comm)
@@ -124,6 +128,12 @@ def distributed_topk(
             f"{splits[comm.rank]}; give the columns that all ranks hold"
         )
         raise ValueError(message)
+    if not torch.compiler.is_compiling():
+        # As many candidates may come from ranks that hold different numbers of columns.
+        shape = (1, sum(splits), 1, 1)
+        spec = WindowSpec.all_gather(op, shape, scores.dtype, world_size, seq_splits=splits)
+        with comm.turn.of(op):
+            agree(comm, spec)
     with torch.no_grad():
         keys = _keys(scores.detach(), sum(splits[: comm.rank]))
         own = keys.topk(min(k, held)).values if held else keys

@@ -102,6 +102,44 @@ def test_the_comparison_sees_columns_of_the_wrong_rank(ranks: Ranks) -> None:
         ranks(2).run(without_offset, [[4, 4]], timeout_s=30)
 
 
+def uneven_without_splits(rank: int, world_size: int) -> list[str]:
+    """As many candidates come from each rank, so that their exchange looks right."""
+    whole = torch.arange(13.0).view(1, 1, 13)
+    own = whole.split([6, 7], dim=2)[rank]
+    texts = []
+    with UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm:
+        for scores in (own, own[:, :, :6].to((torch.float32, torch.bfloat16)[rank])):
+            with pytest.raises(ValueError, match="ranks ask for different exchanges") as refused:
+                distributed_topk(scores, 2, comm)
+            texts.append(str(refused.value))
+        values, columns = distributed_topk(own, 2, comm, seq_splits=(6, 7))
+        assert (values.tolist(), columns.tolist()) == ([[[12.0, 11.0]]], [[[12, 11]]])
+    return texts
+
+
+def test_ranks_that_hold_other_columns_than_they_say_are_refused(ranks: Ranks) -> None:
+    one, other = ranks(2).run(uneven_without_splits, timeout_s=30)
+    assert one == other
+    assert "seq [6, 6]" in one[0]
+    assert "seq [7, 7]" in one[0]
+    assert "torch.bfloat16" in one[1]
+
+
+def unseen(rank: int, world_size: int) -> list[int]:
+    """Control: without the meeting columns are counted from another place."""
+    own = torch.arange(13.0).view(1, 1, 13).split([6, 7], dim=2)[rank]
+    with (
+        mock.patch.object(topk_module, "agree"),
+        UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm,
+    ):
+        columns: list[int] = distributed_topk(own, 1, comm)[1].flatten().tolist()
+    return columns
+
+
+def test_control_without_the_meeting_columns_are_wrong(ranks: Ranks) -> None:
+    assert ranks(2).run(unseen, timeout_s=30) == [[13], [13]]
+
+
 @pytest.mark.parametrize(
     ("scores", "k", "message"),
     [
