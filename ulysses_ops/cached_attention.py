@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .latent import LatentHeads, merge_partials, partial_attention
+from .kinds import check_kind, check_tensors
+from .latent import (
+    LatentHeads,
+    check_latent,
+    check_selected,
+    merge_partials,
+    partial_attention,
+)
+from .names import check_communicator
 from .ops import all_gather
 from .sequence_cache import SequenceCache
 
@@ -36,10 +44,21 @@ def attend_cached(
         nothing.
 
     Raises:
+        ValueError: shapes or dtypes do not belong together, or ``comm`` is not that of the cache;
+            raised before any rank waits.
         UlyssesError: as :func:`ulysses_ops.all_gather`.
 
     Collective, and capturable with ``q`` and ``counts`` as inputs.
     """
+    _check("attend_cached", q, cache, comm, heads)
+    check_tensors("attend_cached", counts=counts)
+    by_query = (q.shape[1], cache.capacity)
+    if counts.dtype != torch.bool or counts.shape not in (by_query, (q.shape[0], *by_query)):
+        message = (
+            f"attend_cached: counts are {list(counts.shape)}, {counts.dtype}, and must be "
+            f"{list(by_query)} or {[q.shape[0], *by_query]}, torch.bool; compare own_positions()"
+        )
+        raise ValueError(message)
     batch, num_queries = q.shape[:2]
     rows = cache.rows.transpose(1, 2).expand(-1, num_queries, -1, -1)
     return _merged(q, rows, counts.expand(batch, -1, -1), comm, heads)
@@ -62,10 +81,12 @@ def attend_cached_rows(
         As :func:`attend_cached`.
 
     Raises:
-        UlyssesError: as :func:`ulysses_ops.all_gather`.
+        ValueError, UlyssesError: as :func:`attend_cached`.
 
     Collective, and capturable.
     """
+    _check("attend_cached_rows", q, cache, comm, heads)
+    check_selected("attend_cached_rows", selected, q)
     batch, num_queries, k = selected.shape
     local = selected.long() - comm.rank * cache.capacity
     is_mine = (local >= 0) & (local < cache.capacity) & (selected >= 0)
@@ -73,6 +94,20 @@ def attend_cached_rows(
     width = cache.rows.shape[-1]
     rows = cache.rows.squeeze(2).gather(1, flat.expand(-1, -1, width))
     return _merged(q, rows.view(batch, num_queries, k, width), is_mine, comm, heads)
+
+
+def _check(
+    op: str, q: Tensor, cache: SequenceCache, comm: UlyssesCommunicator, heads: LatentHeads
+) -> None:
+    check_communicator(op, comm)
+    check_kind(op, "cache", cache, SequenceCache, "a SequenceCache")
+    if cache.comm is not comm:
+        message = (
+            f"{op}: the cache is of communicator {cache.comm.name!r}, and comm is {comm.name!r}; "
+            f"pass the one that the cache was made with"
+        )
+        raise ValueError(message)
+    check_latent(op, q, cache.rows, heads)
 
 
 def _merged(

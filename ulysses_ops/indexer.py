@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
+from .kinds import check_tensors
+from .names import check_communicator
 from .ops import all_gather
 from .topk import distributed_topk, top_rows
 
@@ -32,7 +34,18 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tens
 
     Returns:
         ``(B, Q, S)``.
+
+    Raises:
+        ValueError: shapes do not belong together; a size of 1 is not stretched.
     """
+    check_tensors("index_scores", q=q, weights=weights, keys=keys)
+    fits = q.dim() == keys.dim() == 4 and weights.shape == q.shape[:3]
+    if not fits or (keys.shape[0], *keys.shape[2:]) != (q.shape[0], 1, q.shape[3]):
+        message = (
+            f"index_scores: q {list(q.shape)}, weights {list(weights.shape)} and keys "
+            f"{list(keys.shape)} must be (B, Q, H_i, D_i), (B, Q, H_i) and (B, S, 1, D_i)"
+        )
+        raise ValueError(message)
     columns = keys.squeeze(2).float()
     parts = []
     for some, weight in zip(
@@ -74,6 +87,13 @@ def select_rows(
 
     Collective.
     """
+    check_communicator("select_rows", comm)
+    check_tensors("select_rows", scores=scores)
+    if scores.dim() != 3:
+        message = (
+            f"select_rows: scores must have shape (B, S_local, S_kv), got {list(scores.shape)}"
+        )
+        raise ValueError(message)
     chosen = _chosen(*top_rows(scores, k))
     return all_gather(chosen.unsqueeze(2), comm, seq_splits=seq_splits).squeeze(2)
 

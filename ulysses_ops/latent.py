@@ -14,12 +14,15 @@ Source: DeepSeek-V2, arXiv:2405.04434; the selection of rows DeepSeek-V3.2-Exp.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .kinds import check_kind, check_tensors, is_whole, shown
 
 QUERY_CHUNK = 64  # query rows whose selected latents are in memory at a time
 
@@ -37,6 +40,31 @@ class LatentHeads:
     up: Tensor
     nope_dim: int
     scale: float
+
+    def __post_init__(self) -> None:
+        """Refuse what are no heads.
+
+        Raises:
+            ValueError: ``up`` has not three dimensions, ``nope_dim`` leaves no values, or ``scale``
+                is no number.
+        """
+        check_kind("LatentHeads", "up", self.up, Tensor, "a tensor")
+        if self.up.dim() != 3:
+            message = (
+                f"LatentHeads: up must have shape (H_local, nope_dim + value_dim, rank_dim), got "
+                f"{list(self.up.shape)}"
+            )
+            raise ValueError(message)
+        if not is_whole(self.nope_dim) or not 0 <= self.nope_dim < self.up.shape[1]:
+            message = (
+                f"LatentHeads: nope_dim={shown(self.nope_dim)} must be a whole number from 0 and "
+                f"below the {self.up.shape[1]} rows of a head in up"
+            )
+            raise ValueError(message)
+        is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not is_number or not math.isfinite(self.scale):
+            message = f"LatentHeads: scale={shown(self.scale)} must be a finite number"
+            raise ValueError(message)
 
     @property
     def rank_dim(self) -> int:
@@ -59,6 +87,59 @@ class LatentHeads:
         return torch.einsum("bshc,hvc->bshv", latents, self.up[:, self.nope_dim :])
 
 
+def check_latent(op: str, q: Tensor, rows: Tensor, heads: LatentHeads) -> None:
+    """Refuse queries, cache rows and heads that do not belong together.
+
+    Sizes of 1 would be stretched, and several heads of a cache be taken for something else.
+
+    Raises:
+        ValueError: one is of a wrong kind, or their shapes or dtypes differ.
+    """
+    check_tensors(op, q=q, rows=rows)
+    check_kind(op, "heads", heads, LatentHeads, "LatentHeads")
+    if rows.dim() != 4 or rows.shape[2] != 1 or rows.shape[3] < heads.rank_dim:
+        message = (
+            f"{op}: rows of the cache are {list(rows.shape)}, and must be (B, S, 1, rank_dim + "
+            f"rope_dim) with rank_dim={heads.rank_dim}; latents have one head"
+        )
+        raise ValueError(message)
+    width = heads.nope_dim + rows.shape[3] - heads.rank_dim
+    expected = [rows.shape[0], "S", heads.up.shape[0], width]
+    if q.dim() != 4 or [q.shape[0], "S", *q.shape[2:]] != expected:
+        message = (
+            f"{op}: q is {list(q.shape)}, and must be {expected} for rows {list(rows.shape)}, "
+            f"up {list(heads.up.shape)} and nope_dim={heads.nope_dim}"
+        )
+        raise ValueError(message)
+    if not q.dtype == rows.dtype == heads.up.dtype:
+        message = (
+            f"{op}: q is {q.dtype}, rows {rows.dtype} and up {heads.up.dtype}; give all one dtype"
+        )
+        raise ValueError(message)
+
+
+def check_selected(op: str, selected: Tensor, q: Tensor) -> None:
+    """Refuse row numbers that are none, or not for these queries.
+
+    Raises:
+        ValueError: they are not ``(B, S, k)`` whole numbers.
+    """
+    check_tensors(op, selected=selected)
+    is_whole_type = not (selected.is_floating_point() or selected.is_complex())
+    if selected.dtype == torch.bool or not is_whole_type:
+        message = (
+            f"{op}: selected is {selected.dtype}, and must be row numbers; for a mask, pass "
+            f"mask.nonzero() filled up with -1"
+        )
+        raise ValueError(message)
+    if selected.dim() != 3 or selected.shape[:2] != q.shape[:2]:
+        message = (
+            f"{op}: selected is {list(selected.shape)}, and must be "
+            f"{[*q.shape[:2], 'k']} for q {list(q.shape)}"
+        )
+        raise ValueError(message)
+
+
 def attend_latent(
     q: Tensor,
     rows: Tensor,
@@ -78,7 +159,14 @@ def attend_latent(
 
     Returns:
         ``(B, S, H_local, value_dim)``.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together, or ``form`` is unknown.
     """
+    check_latent("attend_latent", q, rows, heads)
+    if form not in ("expanded", "absorbed"):
+        message = f"attend_latent: form={shown(form)} must be 'expanded' or 'absorbed'"
+        raise ValueError(message)
     if form == "absorbed":
         keys = rows.transpose(1, 2)
         attended = F.scaled_dot_product_attention(
@@ -115,7 +203,12 @@ def attend_selected(q: Tensor, rows: Tensor, heads: LatentHeads, selected: Tenso
 
     Returns:
         ``(B, S, H_local, value_dim)``; zeros where nothing is selected.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together.
     """
+    check_latent("attend_selected", q, rows, heads)
+    check_selected("attend_selected", selected, q)
     parts = [
         partial_attention(heads.absorb(some), *_picked(rows, chosen), heads)[0]
         for some, chosen in zip(

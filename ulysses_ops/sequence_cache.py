@@ -22,7 +22,7 @@ from .names import check_communicator
 from .plan import checked_splits, even_splits
 from .row_slots import Keep, Placement, RowSlots
 from .window_spec import WindowSpec
-from .windows import Window, reserve
+from .windows import Window, agree, reserve
 
 Heads = Literal["all", "split"]
 OP = "SequenceCache"
@@ -82,6 +82,9 @@ class SequenceCache:
                 raise ValueError(message)
         check_kind(OP, "dtype", dtype, torch.dtype, "a torch.dtype")
         check_kind(OP, "name", name, str, "text")
+        if keep not in ("all", "latest"):
+            message = f"{OP}: keep={shown(keep)} must be 'all' or 'latest'"
+            raise ValueError(message)
         self._comm = comm
         self._name = name
         self.account = RowSlots(capacity, comm.world_size, keep)
@@ -89,6 +92,11 @@ class SequenceCache:
         shape = (batch, capacity + 1, heads, head_dim)
         self._rows_and_spare = torch.zeros(shape, dtype=dtype, device=comm.device)
         self.rows = self._rows_and_spare[:, :capacity]
+
+    @property
+    def comm(self) -> UlyssesCommunicator:
+        """The communicator that it was made with."""
+        return self._comm
 
     @property
     def capacity(self) -> int:
@@ -120,6 +128,7 @@ class SequenceCache:
         Returns:
             ``(n,)``, int64: of this rank's new rows, or with ``replicated`` of all.
         """
+        check_kind(OP, "placement", placement, Placement, "what place() returned")
         rank = self._comm.rank
         chosen = list(placement.slots[rank])
         if replicated:
@@ -150,6 +159,12 @@ class SequenceCache:
     def _check_rows(self, x: Tensor, count: int | None = None) -> None:
         """Refuse new rows that have no place here, or are not as many as ``count``."""
         check_tensors(OP, x=x)
+        if x.requires_grad and torch.is_grad_enabled():
+            message = (
+                f"{OP}: x requires grad, and a cache has no gradient; call it under "
+                f"torch.no_grad(), or pass x.detach()"
+            )
+            raise ValueError(message)
         batch, _, heads, head_dim = self.rows.shape
         rows = x.shape[1] if count is None and x.dim() == 4 else count
         expected = [batch, "n" if rows is None else rows, heads, head_dim]
@@ -170,14 +185,22 @@ class SequenceCache:
             splits: Rows of every rank; alike on all when left out.
 
         Raises:
-            ValueError: they do not fit, or shape, dtype, device or splits are wrong; no slot is
-                taken then.
+            ValueError: they do not fit, or shape, dtype, device or splits are wrong; or splits are
+                left out, and ranks hold different numbers of rows. No slot is taken then.
+
+        Where splits are left out, collective at the first call with a number of rows.
         """
         world_size, rank = self._comm.world_size, self._comm.rank
         self._check_rows(x)
         given = (x.shape[1],) * world_size if splits is None else splits
         sizes = checked_splits(OP, "seq", given, None, world_size)
         self._check_rows(x, sizes[rank])
+        if splits is None and x.shape[1]:
+            # Each rank takes its own number for that of all: accounts would differ unseen.
+            shape = (1, sum(sizes), 1, 1)
+            spec = WindowSpec.all_gather(f"{OP}.append", shape, x.dtype, world_size)
+            with self._comm.turn.of(f"{OP}.append"):
+                agree(self._comm, spec)
         placement = self.place(sizes)
         self.write(x, self.slots(placement))
         return placement

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from ulysses_ops.indexer import index_scores
 from ulysses_ops.latent import (
     LatentHeads,
     attend_latent,
@@ -106,3 +109,69 @@ def test_parts_are_merged_into_the_whole() -> None:
     assert (merged[0, 2] == 0).all()
     wrong = heads.values(attended.mean(0).double())
     assert not torch.allclose(wrong, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_what_does_not_belong_together_is_not_stretched(form: str) -> None:
+    q, rows, heads = problem(rows=3, keys=5)
+    assert attend_latent(q, rows, heads, form=form).shape == (2, 3, 3, VALUE)  # type: ignore[arg-type]
+    wrong: list[tuple[object, object, object, str]] = [
+        (q[:, :, :1], rows, heads, "attend_latent: q is"),
+        (q[..., :-1], rows, heads, "attend_latent: q is"),
+        (q[:1], rows, heads, "attend_latent: q is"),
+        (q, rows[:1], heads, "attend_latent: q is"),
+        (q, rows.expand(-1, -1, 3, -1), heads, "latents have one head"),
+        (q, rows[:, :, 0], heads, "latents have one head"),
+        (q.float(), rows, heads, "give all one dtype"),
+        (None, rows, heads, "q=None must be a tensor"),
+        (q, rows, "heads", "heads='heads' must be LatentHeads"),
+    ]
+    for x, cached, given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            attend_latent(x, cached, given, form=form)  # type: ignore[arg-type]
+
+
+def test_a_mask_is_no_selection() -> None:
+    q, rows, heads = problem(rows=3, keys=5)
+    selected = torch.zeros(2, 3, 4, dtype=torch.int64)
+    for wrong in (selected.bool(), selected.double(), selected[:, :1], selected[:1], selected[0]):
+        with pytest.raises(ValueError, match="attend_selected: selected is"):
+            attend_selected(q, rows, heads, wrong)
+
+
+def test_an_unknown_form_is_refused() -> None:
+    q, rows, heads = problem(rows=3, keys=5)
+    with pytest.raises(ValueError, match="form='absorb' must be"):
+        attend_latent(q, rows, heads, form="absorb")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"up": torch.ones(5, 4)}, "up must have shape"),
+        ({"up": None}, "up=None must be a tensor"),
+        ({"nope_dim": 5}, "nope_dim=5 must be"),
+        ({"nope_dim": 2.0}, "nope_dim=2.0 must be"),
+        ({"scale": None}, "scale=None must be"),
+        ({"scale": float("nan")}, "scale=nan must be"),
+    ],
+)
+def test_what_are_no_heads(wrong: dict[str, Any], message: str) -> None:
+    usual = {"up": torch.ones(2, 5, 4), "nope_dim": 2, "scale": 1.0}
+    with pytest.raises(ValueError, match=f"LatentHeads: {message}"):
+        LatentHeads(**{**usual, **wrong})
+
+
+def test_scores_of_an_indexer_are_not_stretched() -> None:
+    q, weights, keys = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 4), torch.ones(2, 5, 1, 8)
+    assert index_scores(q, weights, keys, 1.0).shape == (2, 3, 5)
+    for wrong in (
+        (q, weights[:, :1], keys),
+        (q, weights[..., :1], keys),
+        (q, weights, keys[:1]),
+        (q, weights, keys[..., :1]),
+        (q, weights, keys.expand(-1, -1, 2, -1)),
+        (q, weights, keys[:, :, 0]),
+    ):
+        with pytest.raises(ValueError, match="index_scores: q"):
+            index_scores(*wrong, 1.0)

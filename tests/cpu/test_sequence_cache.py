@@ -419,3 +419,70 @@ def test_refused_rows_take_no_slots() -> None:
         assert cache.account.length == 0
         assert cache.append(good).first == 0
         assert cache.account.used() == (3,)
+
+
+def appended(rank: int, world_size: int) -> tuple[str, list[int]]:
+    """Rank 1 has a row more, and nobody says so; then all say so."""
+    x = torch.ones(1, 2 + rank, 1, 2)
+    with UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm:
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=1, head_dim=2, dtype=torch.float32)
+        with pytest.raises(ValueError, match="ranks ask for different exchanges") as refused:
+            cache.append(x)
+        assert cache.account.length == 0
+        cache.append(x, (2, 3))
+        return str(refused.value), cache.positions().tolist()
+
+
+def test_ranks_that_hold_different_numbers_of_rows_say_so(ranks: Ranks) -> None:
+    one, other = ranks(2).run(appended, timeout_s=30)
+    assert one == other
+    assert "seq [2, 2]" in one[0]
+    assert "seq [3, 3]" in one[0]
+    assert one[1] == [0, 1, -1, -1, 2, 3, 4, -1]
+
+
+def test_a_cache_keeps_no_graph_of_gradients() -> None:
+    x = torch.ones(1, 1, 1, 2, requires_grad=True)
+    with UlyssesCommunicator(device="cpu") as comm:
+        cache = SequenceCache(comm, batch=1, capacity=4, heads=1, head_dim=2, dtype=torch.float32)
+        with pytest.raises(ValueError, match="x requires grad, and a cache has no gradient"):
+            cache.append(x)
+        assert cache.account.length == 0
+        with torch.no_grad():
+            cache.append(x)
+        assert not cache.rows.requires_grad
+
+
+def attended(
+    comm: UlyssesCommunicator, cached: UlyssesCommunicator, cache_heads: int, counts: Tensor
+) -> Tensor:
+    """Three queries of two heads with a cache of three slots."""
+    heads = LatentHeads(torch.ones(2, 5, 4), 2, 1.0)
+    cache = SequenceCache(
+        cached, batch=1, capacity=3, heads=cache_heads, head_dim=6, dtype=torch.float32
+    )
+    return attend_cached(torch.ones(1, 3, 2, 4), cache, comm, heads, counts)
+
+
+def test_what_a_cache_cannot_be_attended_with() -> None:
+    counts = torch.ones(3, 3, dtype=torch.bool)
+    q, selected = torch.ones(1, 3, 2, 4), torch.zeros(1, 3, 2, dtype=torch.int64)
+    with (
+        UlyssesCommunicator(device="cpu") as comm,
+        UlyssesCommunicator(device="cpu", name="other") as other,
+    ):
+        assert attended(comm, comm, 1, counts).shape == (1, 3, 2, 3)
+        # As many heads as queries: each query would have met the rows of one head.
+        with pytest.raises(ValueError, match="attend_cached: rows of the cache are"):
+            attended(comm, comm, 3, counts)
+        with pytest.raises(ValueError, match="the cache is of communicator 'other'"):
+            attended(comm, other, 1, counts)
+        for wrong in (counts.int(), counts[:1], counts[:, :1], counts[0]):
+            with pytest.raises(ValueError, match="attend_cached: counts are"):
+                attended(comm, comm, 1, wrong)
+        cache = SequenceCache(comm, batch=1, capacity=3, heads=1, head_dim=6, dtype=torch.float32)
+        heads = LatentHeads(torch.ones(2, 5, 4), 2, 1.0)
+        assert attend_cached_rows(q, cache, comm, heads, selected).shape == (1, 3, 2, 3)
+        for rows in (selected.bool(), selected.float(), selected[:, :1], selected[0]):
+            with pytest.raises(ValueError, match="attend_cached_rows: selected is"):
+                attend_cached_rows(q, cache, comm, heads, rows)
