@@ -323,12 +323,14 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
         if wanted:
             jobs.append(BenchmarkJob(shapes, effort, wanted, choice.transport))
     blocks = tuple(shape for shape in FUNCTIONAL_BLOCKS if shape.fits(world_size))
-    jobs += [
-        BlockJob(blocks, effort, choice.variants, transport=choice.transport, op=op)
-        for op in BLOCKS_AND_PARTS
-        if op in choice.sections
-    ]
+    modes = choice.block_modes
+    for op in BLOCKS_AND_PARTS:
+        if op in choice.sections:
+            select_variants(choice.variants, VARIANTS_OF[op])  # refused here, not by the ranks
+            made = BlockJob(blocks, effort, choice.variants, transport=choice.transport, op=op)
+            jobs.append(replace(made, modes=modes))
     if STEP in choice.sections:
+        select_step_variants(choice.variants)
         jobs += [
             StepJob(case, effort, choice.variants, CPU_STEPS, parts=choice.step_parts)
             for case in TINY_CASES

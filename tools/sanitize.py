@@ -96,14 +96,19 @@ def main(
     if sanitizer not in SANITIZERS:
         message = f"{sanitizer!r} is none of {SANITIZERS}"
         raise typer.BadParameter(message)
+    label = f"sanitizer_{name or sanitizer}"
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     machine = read_machine(device, torch.cuda.device_count())
-    label = f"sanitizer_{name or sanitizer}"
     log = out / machine.folder / f"{label}.txt"
+    try:
+        command = command_of(sanitizer, log, kernels, selection)
+    except FileNotFoundError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     begin = time.monotonic()
-    status, output = run(command_of(sanitizer, log, kernels, selection), limit)
+    status, output = run(command, limit)
     text = log.read_text(errors="replace") if log.exists() else ""
     errors = errors_of(text)
     content = {

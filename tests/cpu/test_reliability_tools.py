@@ -105,6 +105,20 @@ def test_a_run_past_its_limit_is_no_result(tmp_path: Path, monkeypatch: pytest.M
     assert content["exit"] is content["errors"] is None
 
 
+def test_where_no_sanitizer_is_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sanitize, "PLACES", ())
+    app = typer.Typer()
+    app.command()(sanitize.main)
+    done = CliRunner().invoke(app, ["memcheck", "--out", str(tmp_path), "--", "tests/gpu"])
+    assert done.exit_code == 1
+    assert done.output.startswith("error: compute-sanitizer is neither in PATH nor in")
+    assert len(done.output.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_process_counts() -> None:
     log = "ERROR SUMMARY: 0 errors\nERROR SUMMARY: 3 errors\nRACECHECK SUMMARY: 2 hazards displayed"
     assert sanitize.errors_of(log) == 5

@@ -160,6 +160,15 @@ def test_what_is_done_whole_is_not_resumed(tmp_path: Path) -> None:
         plan_replays(LAUNCH, 5, choice)
 
 
+@pytest.mark.parametrize("only", ["block", "qkv", "step", "all"])
+def test_on_the_cpu_too_names_are_refused_before_ranks_start(only: str) -> None:
+    with pytest.raises(ValueError, match=r"variants: \['best'\] are unknown"):
+        plan_functional(2, 0, 100.0, Choice(only=only, variants="best"))
+    with pytest.raises(ValueError, match=r"modes: \['fast'\] are unknown"):
+        plan_functional(2, 0, 100.0, Choice(only=only, modes="fast"))
+    assert plan_functional(2, 0, 100.0, Choice(only=only)).jobs
+
+
 def test_a_block_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     resume = ResumeFrom(tmp_path, "block", "abc")
     effort = Effort(2, 0.5)
