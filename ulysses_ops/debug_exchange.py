@@ -17,7 +17,7 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .functional import Functional, all_heads, exchange_once
-from .kinds import check_sizes, check_tensors, shown
+from .kinds import check_dense, check_sizes, check_tensors, shown
 from .names import check_communicator
 from .plan import Direction, Layout, as_tuple, layout_of_source
 
@@ -137,6 +137,10 @@ def debug_exchange(
     """
     check_communicator(OP, comm)
     check_tensors(OP, x=x)
+    check_dense(OP, x)
+    if x.device != comm.device:
+        message = f"{OP}: x is on {x.device}, the communicator on {comm.device}; move it there"
+        raise ValueError(message)
     if op not in ("scatter", "gather", "all_gather"):
         message = f"{OP}: op={shown(op)} must be 'scatter', 'gather' or 'all_gather'"
         raise ValueError(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PLAIN = (str, bytes, bool, int, float, type(None))
@@ -42,6 +43,18 @@ def check_tensors(op: str, **tensors: object) -> None:
     """
     for name, value in tensors.items():
         check_kind(op, name, value, Tensor, "a tensor")
+
+
+def check_dense(op: str, x: Tensor) -> None:
+    """Refuse what has no strides, or more than elements: no range of it can be copied.
+
+    Raises:
+        ValueError: it is sparse, nested, or quantized.
+    """
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
+        message = f"{op}: x is {kind}, and must be a dense tensor; convert it"
+        raise ValueError(message)
 
 
 def check_callable(op: str, name: str, value: object, what: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import TopologyError
 from .facts import Topology
+from .kinds import check_at_least_1, check_kind, shown
 from .suggestions import equal_groups
 
 Order = tuple[tuple[tuple[int, ...], ...], ...]  # [dp][sp][tp] -> rank
@@ -39,11 +41,18 @@ def order_ranks(
         ``order[d][s][t]`` is a rank.
 
     Raises:
-        ValueError: ``sp * tp`` does not divide the number of ranks.
+        ValueError: something is of a wrong kind, there is no rank, or ``sp * tp`` does not divide
+            their number.
         TopologyError: there are not enough such groups.
     """
+    if not isinstance(topologies, list | tuple) or not topologies:
+        message = f"order_ranks: topologies={shown(topologies)} must be a list, one of each rank"
+        raise ValueError(message)
+    for found in topologies:
+        check_kind("order_ranks", "each of topologies", found, Topology, "a Topology")
+    check_at_least_1("order_ranks", sp=sp, tp=tp)
     count = len(topologies)
-    if min(sp, tp) < 1 or count % (sp * tp):
+    if count % (sp * tp):
         message = f"order_ranks: sp={sp} times tp={tp} must divide the {count} ranks"
         raise ValueError(message)
     groups = _exact(topologies, sp * tp, allow_shared_devices=allow_shared_devices)
@@ -78,6 +87,22 @@ def build_mesh(order: Order, device_type: str) -> DeviceMesh:
         order: From :func:`order_ranks`, the same on every rank.
         device_type: ``"cuda"`` or ``"cpu"``.
 
+    Raises:
+        ValueError: ``order`` is none, ``device_type`` is neither, or there is no process group yet.
+
     Collective: it makes process groups.
     """
-    return DeviceMesh(device_type, torch.tensor(order), mesh_dim_names=NAMES)
+    if device_type not in ("cuda", "cpu"):
+        message = f"build_mesh: device_type={shown(device_type)} must be 'cuda' or 'cpu'"
+        raise ValueError(message)
+    try:
+        ranks = torch.tensor(order)
+    except (TypeError, ValueError, RuntimeError):
+        ranks = torch.tensor(())
+    if ranks.dim() != len(NAMES) or ranks.dtype != torch.int64:
+        message = "build_mesh: order must be ranks by dp, sp and tp; pass what order_ranks returned"
+        raise ValueError(message)
+    if not dist.is_initialized():
+        message = "build_mesh: there is no process group; call init_process_group first"
+        raise ValueError(message)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=NAMES)

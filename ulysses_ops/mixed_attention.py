@@ -22,7 +22,7 @@ from .branches import Branches, Fork
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange, check_source
 from .functional import all_heads
-from .kinds import check_callable, check_tensors, is_whole, shown
+from .kinds import check_callable, check_kind, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import as_tuple, checked_splits, even_splits, layout_of_source
 from .window_spec import WindowSpec
@@ -96,6 +96,8 @@ def mixed_attention(
     have none; with gradients call ``scatter``, ``all_gather`` and ``gather``.
     """
     _check_kinds(q, shared, comm, attend, beside, value_dim)
+    check_kind(OP, "name", name, str, "text")
+    check_kind(OP, "copy_out", copy_out, bool, "True or False")
     sources = [q, *shared]
     with Exchange(comm) as exchange, Fork(Branches.of(comm)) as fork:
         # Copies leave in order, so what is ready first comes first: queries last.

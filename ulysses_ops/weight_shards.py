@@ -13,7 +13,7 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .exchange import Exchange
-from .kinds import check_tensors, is_whole, shown
+from .kinds import check_kind, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import even_splits
 from .window_spec import WindowSpec
@@ -60,6 +60,7 @@ class WeightShards:
         Collective.
         """
         check_communicator(OP, comm)
+        check_kind(OP, "name", name, str, "text")
         refusal = _refusal(shards)
         own = {"refusal": refusal} if refusal else {"rows": len(shards[0]), "layers": len(shards)}
         records = comm.agreement.exchange(OP, own)

@@ -7,8 +7,10 @@ from functools import lru_cache
 
 import torch
 
-from .kinds import check_kind, check_sizes, shown
+from .kinds import check_at_least_1, check_kind, check_sizes, shown
 from .plan import Direction, Layout, layout_of_global
+
+SHAPE = "four whole numbers, (B, S_global, H, D)"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class WindowSpec:
         """Take lists too, and refuse what no rank could allocate."""
         check_kind("WindowSpec", "name", self.name, str, "a text")
         check_kind("WindowSpec", "channel", self.channel or "", str, "a text, or None")
-        check_sizes("WindowSpec", "shape", self.shape, "four whole numbers, (B, S_global, H, D)")
+        check_sizes("WindowSpec", "shape", self.shape, SHAPE)
         for name in ("shape", "seq_splits", "head_splits", "seq_starts", "head_starts"):
             value = getattr(self, name)
             check_sizes("WindowSpec", name, value)
@@ -85,7 +87,15 @@ class WindowSpec:
         """Spec of a window that gets all rows and all heads, ``(B, S_global, H, D)``, on each rank.
 
         It is a scatter in which the heads of every rank are all of them.
+
+        Raises:
+            ValueError: ``shape`` or ``world_size`` is wrong.
         """
+        check_at_least_1("WindowSpec.all_gather", world_size=world_size)
+        check_sizes("WindowSpec.all_gather", "shape", shape, SHAPE)
+        if shape is None or len(shape) != 4:
+            message = f"WindowSpec.all_gather: shape={shape and list(shape)} must be {SHAPE}"
+            raise ValueError(message)
         heads = (shape[2],) * world_size
         starts = (0,) * world_size
         return cls(name, "scatter", shape, dtype, channel, seq_splits, heads, None, starts)

@@ -18,12 +18,15 @@ import ulysses_ops as u
 from ulysses_ops.constants import shipped_constants
 from ulysses_ops.debug_exchange import debug_exchange
 from ulysses_ops.graphs import GraphCache, capture_step
+from ulysses_ops.indexer import select_rows
 from ulysses_ops.kinds import shown
+from ulysses_ops.mesh import build_mesh, order_ranks
 from ulysses_ops.mixed_attention import mixed_attention
 from ulysses_ops.parallelism import choose_parallelism
 from ulysses_ops.sequence_cache import SequenceCache
 from ulysses_ops.sequence_plan import data_parallel, plan_sequences
 from ulysses_ops.topk import distributed_topk, top_rows
+from ulysses_ops.weight_shards import WeightShards
 from ulysses_ops.workload import ModelShape, Workload
 
 X = torch.zeros(1, 4, 4, 8)
@@ -258,6 +261,35 @@ CALLED |= {
     "mixed_attention: each of beside=3 must": lambda comm: mixed(comm, beside=[3]),
     "mixed_attention: value_dim='8' must": lambda comm: mixed(comm, value_dim="8"),
     "mixed_attention: comm=None must": lambda comm: mixed(None),
+    "mixed_attention: name=3 must": lambda comm: mixed(comm, name=3),
+    "mixed_attention: copy_out='no' must": lambda comm: mixed(comm, copy_out="no"),
+    "SequenceCache: keep='last' must": lambda comm: cache(comm, keep="last"),
+    "SequenceCache: placement=3 must": lambda comm: cache(comm).slots(anything(3)),
+    "WeightShards: name=3 must": lambda comm: WeightShards(comm, [X[0, 0]], name=anything(3)),
+    "select_rows: comm='kinds' must": lambda comm: select_rows(X[0], 1, anything("kinds")),
+    "select_rows: scores must have shape": lambda comm: select_rows(X, 1, comm),
+    "WindowSpec.all_gather: world_size='1' must": lambda comm: u.WindowSpec.all_gather(
+        "a", SHAPE, F32, anything("1")
+    ),
+    "WindowSpec.all_gather: shape=None must": lambda comm: u.WindowSpec.all_gather(
+        "a", anything(None), F32, 1
+    ),
+    "WindowSpec.all_gather: shape=[1, 4, 8] must": lambda comm: u.WindowSpec.all_gather(
+        "a", anything((1, 4, 8)), F32, 1
+    ),
+    "order_ranks: topologies=None must": lambda comm: order_ranks(anything(None), 1, 1),
+    "order_ranks: topologies=a value of type list must": lambda comm: order_ranks([], 1, 1),
+    "order_ranks: each of topologies=3 must": lambda comm: order_ranks(anything([3]), 1, 1),
+    "build_mesh: device_type='gpu' must": lambda comm: build_mesh((((0,),),), "gpu"),
+    "build_mesh: order must": lambda comm: build_mesh(anything("abc"), "cpu"),
+    "build_mesh: there is no process group": lambda comm: build_mesh((((0,),),), "cpu"),
+    "scatter: x is torch.sparse_coo": lambda comm: u.scatter(X.to_sparse(), comm),
+    "gather: x is nested": lambda comm: u.gather(
+        torch.nested.nested_tensor([X], layout=torch.jagged), comm
+    ),
+    "all_gather: x is torch._mkldnn": lambda comm: u.all_gather(X.to_mkldnn(), comm),
+    "debug_exchange: x is torch.sparse_coo": lambda comm: debug_exchange(comm, X.to_sparse()),
+    "debug_exchange: x is on meta": lambda comm: debug_exchange(comm, X.to("meta")),
     "mixed_attention: source_1=None must": lambda comm: mixed(comm, shared=[lambda: None]),
 }
 
