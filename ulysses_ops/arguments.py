@@ -15,6 +15,7 @@ from .kinds import shown
 from .mapping import MAPPING_KINDS
 
 MAX_TIMEOUT_S = 1e9  # gloo counts nanoseconds in 64 bits: beyond 9.2e9 s it gives up at once
+MAX_NAME_BYTES = 1024  # a store takes keys of 8192, and closes the connection at longer ones
 
 
 def check_arguments(wanted: dict[str, Any]) -> None:
@@ -63,11 +64,16 @@ def check_name(name: str | None) -> None:
     """Checked before the first meeting, which bears it.
 
     Raises:
-        ValueError: it is no text, or an empty one.
+        ValueError: it is no text, an empty one, or too long for the keys of a store.
     """
     if name is not None and (not isinstance(name, str) or not name):
         message = (
             f"UlyssesCommunicator: name={shown(name)} must be a text that is not empty, or None"
+        )
+        raise ValueError(message)
+    if name is not None and len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        message = (
+            f"UlyssesCommunicator: name={shown(name)} must be no longer than {MAX_NAME_BYTES} bytes"
         )
         raise ValueError(message)
 

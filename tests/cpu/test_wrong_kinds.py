@@ -63,6 +63,7 @@ Call = Callable[[u.UlyssesCommunicator], object]
 CONSTRUCTED: dict[str, Call] = {
     "UlyssesCommunicator: name=3 must": lambda comm: constructed(name=3),
     "UlyssesCommunicator: name='' must": lambda comm: constructed(name=""),
+    f"name='{'q' * 79}... must be no longer than": lambda comm: constructed(name="q" * 1025),
     "UlyssesCommunicator: dump_dir=3 must": lambda comm: constructed(dump_dir=3),
     "UlyssesCommunicator: timeout_s='3' must": lambda comm: constructed(timeout_s="3"),
     "UlyssesCommunicator: timeout_s=None must": lambda comm: constructed(timeout_s=None),
