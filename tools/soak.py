@@ -4,20 +4,23 @@ A piece is a communicator of its own with a graph for each shape; in an order th
 alike it replays them, or makes the same calls eagerly, each rank held up at random. Every element
 of every exchange is compared (:mod:`ulysses_ops.tools.replays`). Cycles create a communicator,
 exchange once and close it, and what the process holds must not grow. The file is written after
-each piece, and ``--resume`` goes on behind the last one.
+each piece, and ``--resume`` does the pieces that are missing.
 
 ::
 
     python -m ulysses_ops.tools.soak --cycles 200 --pieces 4 --time-limit 540
-    python -m ulysses_ops.tools.soak --resume --pieces 20 --time-limit 540
+    python -m ulysses_ops.tools.soak --resume --pieces 20 --parallel 2 --time-limit 540
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import torch
@@ -50,16 +53,14 @@ class SoakJob:
 
     Attributes:
         shapes: A graph each.
-        first: Number of the first piece; seeds follow from it.
-        pieces: How many at most.
+        numbers: Of the pieces; seeds follow from them.
         calls: Replays and eager calls of a piece.
         cycles: Lives of communicators ahead of the pieces.
         skew_us: Largest delay of a rank ahead of a call; in rare ones 30 times that.
     """
 
     shapes: tuple[Shape, ...]
-    first: int
-    pieces: int
+    numbers: tuple[int, ...]
     calls: int
     cycles: int
     skew_us: float = 50.0
@@ -69,7 +70,7 @@ def soak_rank(context: RankContext, job: SoakJob) -> None:
     """Deliver what the cycles, and each piece, came to. Collective."""
     if job.cycles:
         context.deliver({"cycles": _run_cycles(context, job)})
-    for number in range(job.first, job.first + job.pieces):
+    for number in job.numbers:
         if not context.agree(time.monotonic() < context.deadline - PARTING_S):
             return
         context.deliver({"piece": _run_piece(context, job, number)})
@@ -168,6 +169,12 @@ def read_earlier(path: Path, machine: Machine, commit: str | None) -> dict[str, 
     return {"cycles": earlier.get("cycles", []), "pieces": earlier.get("pieces", [])}
 
 
+def missing_numbers(found: dict[str, Any], pieces: int) -> tuple[int, ...]:
+    """The first so many numbers of which there is no piece yet."""
+    done = {int(piece["number"]) for piece in found["pieces"]}
+    return tuple(itertools.islice((n for n in itertools.count() if n not in done), pieces))
+
+
 def is_wrong(found: dict[str, Any]) -> bool:
     """Whether a piece has mismatches, or cannot see any, or cycles have left something behind."""
     return any(
@@ -180,7 +187,10 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="Calls of a piece.")] = 20_000,
     cycles: Annotated[int, typer.Option(min=0, help="Lives of communicators.")] = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="CPU ranks and tiny shapes.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on behind the last piece.")] = False,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Pairs of ranks that do pieces side by side.")
+    ] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Do missing pieces alone.")] = False,
     time_limit: Annotated[float, typer.Option(min=20, help="Wall time, in seconds.")] = 540.0,
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot tell.")] = None,
@@ -199,16 +209,27 @@ def main(
             found = read_earlier(out / machine.folder / f"{NAME}.json", machine, commit)
         except ValueError as error:
             raise typer.BadParameter(f"--resume: {error}") from error
-    first = len(found["pieces"])
-    job = SoakJob(SMALL if cpu else SHAPES, first, pieces, calls, cycles)
+    if cycles and parallel > 1:
+        message = "--cycles judge the memory of a GPU, which the other pairs use as well; run apart"
+        raise typer.BadParameter(message)
+    numbers = missing_numbers(found, pieces)
+    keeping = Lock()
 
     def keep(part: dict[str, Any]) -> None:
-        found["cycles"] += [part["cycles"]] if "cycles" in part else []
-        found["pieces"] += [part["piece"]] if "piece" in part else []
-        path = write_results(out, NAME, machine, commit, found)
-        typer.echo(f"{part} -> {path}")
+        with keeping:
+            found["cycles"] += [part["cycles"]] if "cycles" in part else []
+            found["pieces"] += [part["piece"]] if "piece" in part else []
+            found["pieces"].sort(key=lambda piece: int(piece["number"]))
+            path = write_results(out, NAME, machine, commit, found)
+            typer.echo(f"{part} -> {path}")
 
-    run_ranks(soak_rank, job, launch, on_part=keep)
+    def soak_pair(pair: int) -> None:
+        mine = numbers[pair::parallel]
+        job = SoakJob(SMALL if cpu else SHAPES, mine, calls, cycles)
+        run_ranks(soak_rank, job, launch, on_part=keep)
+
+    with ThreadPoolExecutor(parallel) as pairs:
+        list(pairs.map(soak_pair, range(parallel)))  # raises what a pair raised
     if is_wrong(found):
         typer.echo("WRONG", err=True)
         raise typer.Exit(1)

@@ -36,16 +36,24 @@ def invoke(*arguments: str) -> Any:
 def test_pieces_and_cycles_on_cpu_ranks(tmp_path: Path) -> None:
     piece = ("--calls", "60", "--out", str(tmp_path), "--time-limit", "100")
     assert invoke("--pieces", "1", "--cycles", "6", *piece).exit_code == 0
-    assert invoke("--pieces", "1", "--resume", *piece).exit_code == 0
+    assert invoke("--pieces", "2", "--parallel", "2", "--resume", *piece).exit_code == 0
     found = json.loads((tmp_path / "cpu" / "soak.json").read_text())
-    assert [entry["number"] for entry in found["pieces"]] == [0, 1]
+    assert [entry["number"] for entry in found["pieces"]] == [0, 1, 2]
     assert [entry["cycles"] for entry in found["cycles"]] == [6]
     for entry in found["pieces"]:
         assert entry["calls"] == 60
         assert 0 < entry["eager"] < 60
         assert entry["mismatches"] == 0
         assert entry["control_mismatches"] > 0
-    assert found["pieces"][0]["eager"] != found["pieces"][1]["eager"]  # other draws
+    assert len({entry["eager"] for entry in found["pieces"]}) > 1  # other draws
+
+
+def test_pieces_that_are_missing_are_done_and_cycles_apart() -> None:
+    of = [{**PIECE, "number": number} for number in (0, 1, 4)]
+    assert soak.missing_numbers({"pieces": of}, 4) == (2, 3, 5, 6)
+    refused = invoke("--cycles", "5", "--parallel", "2")
+    assert refused.exit_code == 2
+    assert "judge the memory of a GPU" in " ".join(refused.output.split())
 
 
 def test_what_is_wrong_is_seen() -> None:
