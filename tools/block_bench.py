@@ -34,6 +34,7 @@ class Built:
         variant: Which.
         mode: Eager or graph.
         run: Enqueues it, on the input that all variants share, and returns the output.
+        calls: How often, one behind the other.
         peak_bytes: GPU memory beside input and weights; ``None`` on the CPU.
         exact: Whether its output is, bit for bit, that of the naive variant.
         error: Norm of the difference over that of the naive output, where bits may differ.
@@ -42,6 +43,7 @@ class Built:
     variant: BlockVariant
     mode: Mode
     run: Callable[[], Outputs]
+    calls: int = 1
     peak_bytes: int | None = None
     exact: bool | None = None
     error: float | None = None
@@ -59,23 +61,25 @@ class BlockBench:
     Attributes:
         setting: What variants are built from.
         x: The input of all variants, ``(B, S_local, H * D)``.
+        repeats: How often a graph does what it was captured of, one behind the other.
         built: Those that work, by key.
         not_run: Why others do not, by key.
     """
 
     setting: Setting
     x: Tensor
+    repeats: int = 1
     built: dict[str, Built] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, setting: Setting) -> BlockBench:
+    def empty(cls, setting: Setting, repeats: int = 1) -> BlockBench:
         """A bench with an input and no variant yet."""
         context, shape = setting.context, setting.block.shape
         local = shape.local_source(context.world_size)
         x = random_values((*local[:2], local[2] * local[3]), context, context.rank, 600)
         setting.block.compute_only(x)  # loads the kernels before the first signal is waited for
-        return cls(setting, x)
+        return cls(setting, x, repeats)
 
     def add(self, variant: BlockVariant) -> None:
         """Build a variant, eager and, on GPUs, captured; failures are noted. Collective."""
@@ -110,24 +114,31 @@ class BlockBench:
         before = reset_peak(context.device)
         run()
         context.finish(f"{variant.name}, first run")
-        return Built(variant, "eager", run, peak_bytes(context.device, before, buffers))
+        peak = peak_bytes(context.device, before, buffers)
+        return Built(variant, "eager", run, peak_bytes=peak)
 
     def _capture(self, variant: BlockVariant, run: Callable[[], Outputs], buffers: int) -> Built:
         context = self.setting.context
         what = f"block, {variant.name}"
         before = reset_peak(context.device)
         graph: CapturedStep | PlainGraph
+
+        def repeated() -> Outputs:
+            for _ in range(self.repeats - 1):
+                run()
+            return run()
+
         if variant.is_ours:
-            graph = capture_step(self.setting.comm, run, warmup=1)
+            graph = capture_step(self.setting.comm, repeated, warmup=1)
             replay: Callable[[], Any] = graph.replay
         else:
-            graph = PlainGraph(context, run, what)
+            graph = PlainGraph(context, repeated, what)
             replay = graph.run
         self.setting.closing.callback(graph.close)
         peak = peak_bytes(context.device, before, buffers)
         replay()
         context.finish(f"{what}, first replay")
-        return Built(variant, "graph", replay, peak)
+        return Built(variant, "graph", replay, self.repeats, peak)
 
     def check(self) -> None:
         """Compare every output, for an input that no graph was captured with. Collective.
@@ -164,7 +175,7 @@ class BlockBench:
         return kept
 
     def host_us(self, built: Built) -> float:
-        """Median time that the slowest rank's host takes to enqueue a run. Collective."""
+        """Median time that the slowest rank's host takes to enqueue a call. Collective."""
         context = self.setting.context
         samples: list[float] = []
         until = time.monotonic() + HOST_SECONDS
@@ -172,7 +183,7 @@ class BlockBench:
             context.line_up(f"host time of {built.key}")
             start = time.perf_counter()
             built.run()
-            samples.append((time.perf_counter() - start) * 1e6)
+            samples.append((time.perf_counter() - start) * 1e6 / built.calls)
             if number and not context.agree(time.monotonic() < until):
                 break
         median = sorted(samples)[len(samples) // 2]
@@ -181,10 +192,13 @@ class BlockBench:
 
 
 def open_bench(
-    setting: Setting, variants: Sequence[BlockVariant], not_run: Mapping[str, str]
+    setting: Setting,
+    variants: Sequence[BlockVariant],
+    not_run: Mapping[str, str],
+    repeats: int = 1,
 ) -> BlockBench:
     """Build and check the variants, less those with a reason already. Collective."""
-    bench = BlockBench.empty(setting)
+    bench = BlockBench.empty(setting, repeats)
     bench.not_run.update(not_run)
     for variant in variants:
         if variant.name not in not_run:

@@ -25,6 +25,9 @@ from ulysses_ops.tools.shapes import Shape
 from ulysses_ops.tools.timing import Effort, Summary, Variant, measure, paired_ratio
 from ulysses_ops.tools.zero_cta import ZeroCta
 
+# In a step the stage is one of many parts of a graph; alone in one, it would pay for its launch.
+STAGES_IN_GRAPH = 4
+
 
 @dataclass(frozen=True)
 class BlockSite:
@@ -65,10 +68,11 @@ def block_rows(
         modes: In which they are timed. All are checked.
     """
     with ExitStack() as closing:
-        bench = open_block(site, comm, shape, variants, not_run, closing)
+        repeats = STAGES_IN_GRAPH if op == QKV else 1
+        bench = open_block(site, comm, shape, variants, not_run, closing, repeats)
         not_run.update(bench.not_run)
         timed = {key: built for key, built in bench.built.items() if built.mode in modes}
-        runs = {key: Variant(built.run) for key, built in timed.items()}
+        runs = {key: Variant(built.run, built.calls) for key, built in timed.items()}
         times = measure(site.context, runs, effort, f"{shape.title}, {op}")
         host_us = {key: bench.host_us(built) for key, built in timed.items()}
         powers = {
@@ -89,6 +93,7 @@ def open_block(
     variants: Sequence[BlockVariant],
     not_run: Mapping[str, str],
     closing: ExitStack,
+    repeats: int = 1,
 ) -> BlockBench:
     """Build and check the variants; ``closing`` gives back what they hold. Collective."""
     context = site.context
@@ -97,7 +102,7 @@ def open_block(
     _, kernel = choose_attention(context, shape.head_dim)
     block = Block.prepare(shape, context, weights, kernel)
     setting = Setting(context, comm, block, site.zero_cta, closing)
-    return open_bench(setting, variants, not_run)
+    return open_bench(setting, variants, not_run, repeats)
 
 
 def give_memory_back(device: torch.device) -> None:
@@ -150,6 +155,7 @@ def _row(
         details={
             "variant": variant.name,
             "rounds": len(mine.round_us),
+            "calls_in_graph": built.calls if mode == "graph" else None,
             "relative_error": built.error,
             **({} if bare is None else {"ratio_to_gemm": paired_ratio(mine, bare)}),
             **({} if power is None else {POWER: asdict(power)}),
