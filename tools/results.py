@@ -34,7 +34,7 @@ SOMETIMES: dict[str, tuple[type, ...]] = {
     "transport": (str,),
     "insisted": (dict,),
     "finished": (list, dict),
-    "not_run": (dict,),
+    "not_run": (dict, list),  # reasons by what did not run; of tests, their names
 }
 # What JSON has where a row's annotation says so.
 OF_ROWS: dict[str, tuple[type, ...]] = {
