@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from ulysses_ops.tools.block_setting import Run, Setting
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import Window, reserve
 
+Planned = Schedule | Literal["auto"]
+
 PACKED = "peers first packed"
 # By the name of the variant.
-SCHEDULES = {
+SCHEDULES: dict[str, Planned] = {
+    "as planned": "auto",
     "peers first": PEERS_FIRST,
     PACKED: replace(PEERS_FIRST, qkv_weights="packed"),
     "peers first with whole attention": Schedule("peers", "whole", "slabs"),
@@ -100,7 +104,7 @@ class SendsLittle(Exchange):
 
 
 def layer_variant(
-    schedule: Schedule, kind: type[UlyssesAttention] = UlyssesAttention
+    schedule: Planned, kind: type[UlyssesAttention] = UlyssesAttention
 ) -> Callable[[Setting], Run]:
     """The block in one schedule."""
 
@@ -112,7 +116,7 @@ def layer_variant(
 
 
 def layer_of(
-    setting: Setting, schedule: Schedule, kind: type[UlyssesAttention] = UlyssesAttention
+    setting: Setting, schedule: Planned, kind: type[UlyssesAttention] = UlyssesAttention
 ) -> tuple[UlyssesAttention, Tensor, Tensor]:
     """The block's attention layer, and its tables of angles as the layer takes them.
 
