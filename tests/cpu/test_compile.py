@@ -238,10 +238,8 @@ def uneven_lengths(rank: int, world_size: int, compiler: str | None) -> tuple[in
     return len(set(lengths)), counter.frame_count
 
 
-@pytest.mark.parametrize(
-    ("world_size", "compiler"),
-    [pytest.param(4, "aot_eager", marks=pytest.mark.long), (2, "inductor")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("world_size", "compiler"), [(4, "aot_eager"), (2, "inductor")])
 def test_requests_of_uneven_lengths_recompile_a_few_times_at_most(
     ranks: Ranks, world_size: int, compiler: str
 ) -> None:

@@ -129,6 +129,7 @@ def test_training_exchanges_once_in_each_direction(compiling_ranks: RankPool) ->
         assert backward == scatters + 3 * gathers
 
 
+@pytest.mark.long
 def test_training_by_inductor(compiling_ranks: RankPool) -> None:
     compiling_ranks.run(trained, "inductor", timeout_s=150)
 

@@ -42,6 +42,7 @@ def test_schedule_is_safe(scenario: Scenario, recorded: list[dict[str, Any]]) ->
     assert row in PAGE.read_text(encoding="utf-8"), f"docs/design/handshake.md should hold: {row}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", SMALL, ids=ids(SMALL))
 def test_generations_are_enough(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were two rounds taken for one, more generations would give more states."""

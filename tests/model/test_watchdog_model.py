@@ -39,7 +39,13 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("watched", SAFE, ids=lambda watched: watched.name)
+@pytest.mark.parametrize(
+    "watched",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.long] if one.world_size > 2 else [])
+        for one in SAFE
+    ],
+)
 def test_watchdogs_spoil_nothing_and_leave_nobody_waiting(
     watched: Watched, recorded: list[dict[str, Any]]
 ) -> None:
