@@ -28,7 +28,7 @@ CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name 
 bench: build
 	$(PY) -m ulysses_ops.tools.replay_benchmark
 
-# test-long: what takes minutes: each fault at each step, every way to leave, soaks, the largest models.
+# test-long: what takes minutes: each fault at each step, every way to leave, soaks, the largest models and searches.
 test: lint build test-cpp test-python
 
 # The last install builds the libraries, with what the others installed; of CUTLASS, the headers alone.
