@@ -10,6 +10,7 @@ from ulysses_ops.tools.benchmark_job import HANDSHAKE, SECTIONS, BenchmarkJob
 from ulysses_ops.tools.block_job import SECTION as BLOCK
 from ulysses_ops.tools.block_job import VARIANTS_OF, BlockJob
 from ulysses_ops.tools.block_variants import select_variants
+from ulysses_ops.tools.choosing import choose_names
 from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.overhead_job import FILES as OVERHEADS
 from ulysses_ops.tools.overhead_job import LAUNCH, OverheadJob
@@ -95,12 +96,7 @@ class Choice:
         Raises:
             ValueError: a name is unknown.
         """
-        wanted = EVERYTHING if self.only == "all" else [n.strip() for n in self.only.split(",")]
-        unknown = [name for name in wanted if name not in KNOWN]
-        if unknown:
-            message = f"only: {unknown} are unknown; choose from {list(KNOWN)} or 'all'"
-            raise ValueError(message)
-        return tuple(name for name in KNOWN if name in wanted)
+        return choose_names("only", self.only, KNOWN, EVERYTHING)
 
     @property
     def block_modes(self) -> tuple[Mode, ...]:
@@ -109,13 +105,8 @@ class Choice:
         Raises:
             ValueError: a name is unknown.
         """
-        known = get_args(Mode)
-        wanted = known if self.modes == "all" else [n.strip() for n in self.modes.split(",")]
-        unknown = [name for name in wanted if name not in known]
-        if unknown:
-            message = f"modes: {unknown} are unknown; choose from {list(known)} or 'all'"
-            raise ValueError(message)
-        return tuple(mode for mode in known if mode in wanted)
+        modes: tuple[Any, ...] = choose_names("modes", self.modes, get_args(Mode))
+        return modes
 
     @property
     def step_parts(self) -> tuple[str, ...]:
@@ -124,15 +115,11 @@ class Choice:
         Raises:
             ValueError: a name is unknown, or launches are wanted without the rows that tell them.
         """
-        wanted = list(PARTS) if self.parts == "all" else [n.strip() for n in self.parts.split(",")]
-        unknown = [name for name in wanted if name not in PARTS]
-        if unknown:
-            message = f"parts: {unknown} are unknown; choose from {list(PARTS)} or 'all'"
-            raise ValueError(message)
+        wanted = choose_names("parts", self.parts, list(PARTS))
         if LAUNCHES in wanted and STEP not in wanted:
             message = f"parts: '{LAUNCHES}' are told by the rows of '{STEP}'; name it as well"
             raise ValueError(message)
-        return tuple(name for name in PARTS if name in wanted)
+        return wanted
 
     def resume_from(self, name: str) -> ResumeFrom | None:
         """The earlier run of this file."""
@@ -327,8 +314,16 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     for op in BLOCKS_AND_PARTS:
         if op in choice.sections:
             select_variants(choice.variants, VARIANTS_OF[op])  # refused here, not by the ranks
-            made = BlockJob(blocks, effort, choice.variants, transport=choice.transport, op=op)
-            jobs.append(replace(made, modes=modes))
+            jobs.append(
+                BlockJob(
+                    blocks,
+                    effort,
+                    choice.variants,
+                    transport=choice.transport,
+                    op=op,
+                    modes=modes,
+                )
+            )
     if STEP in choice.sections:
         select_step_variants(choice.variants)
         jobs += [

@@ -20,6 +20,7 @@ from ulysses_ops.tools import rivals, zero_cta
 from ulysses_ops.tools.baselines import NcclGather, NcclScatter, PackedScatter
 from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Run, Setting
+from ulysses_ops.tools.choosing import choose_names
 from ulysses_ops.tools.layer_variants import (
     HANDSHAKES_ALONE,
     SCHEDULES,
@@ -228,11 +229,6 @@ def select_variants(
     Raises:
         ValueError: a name is unknown.
     """
-    known = [variant.name for variant in among]
-    wanted = known if names == "all" else [name.strip() for name in names.split(",")]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        message = f"variants: {unknown} are unknown; choose from {known} or 'all'"
-        raise ValueError(message)
+    wanted = choose_names("variants", names, [variant.name for variant in among])
     kept = {COMPUTE, NAIVE, *wanted}
     return tuple(variant for variant in among if variant.name in kept)

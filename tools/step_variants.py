@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.diffusers_attention import Forward
 from ulysses_ops.tools.block_variants import COMPUTE, OURS
+from ulysses_ops.tools.choosing import choose_names
 from ulysses_ops.tools.launch import RankContext
 from ulysses_ops.tools.step_forwards import NothingSent, OverNccl
 
@@ -60,10 +61,6 @@ def select_step_variants(names: str) -> tuple[StepVariant, ...]:
         ValueError: a name is unknown.
     """
     known = [variant.name for variant in STEP_VARIANTS]
-    wanted = known if names == "all" else [name.strip() for name in names.split(",")]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        message = f"variants: {unknown} are unknown; a step has {known}, or 'all'"
-        raise ValueError(message)
+    wanted = choose_names("variants", names, known)
     kept = {COMPUTE, OURS, NCCL, *wanted}
     return tuple(variant for variant in STEP_VARIANTS if variant.name in kept)
