@@ -69,6 +69,7 @@ setup(
         Extension("ulysses_ops._C", sources=[]),
         Extension("ulysses_ops._C_cuda", sources=[], optional=True),
         Extension("ulysses_ops._C_kernels", sources=[], optional=True),
+        Extension("ulysses_ops._C_projection", sources=[], optional=True),
     ],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.part_norm_rope import apply_norm_rope
-from ulysses_ops.schedule import QkvWeights
+from ulysses_ops.schedule import NormRopePlace, QkvWeights
 
 KINDS = (
     NormRope("per_head", "interleaved"),
@@ -81,10 +81,17 @@ def compare_all(
     kinds: tuple[NormRope, ...],
     batch: int,
     qkv_weights: QkvWeights = "apart",
+    norm_rope: NormRopePlace = "apart",
 ) -> None:
     """Q, K and V of both, by every split, twice with other rows."""
     for kind, split in product(kinds, SPLITS):
-        schedule = Schedule(split, "whole", "whole", qkv_weights=qkv_weights)  # type: ignore[arg-type]
+        schedule = Schedule(
+            split,  # type: ignore[arg-type]
+            "whole",
+            "whole",
+            qkv_weights=qkv_weights,
+            norm_rope=norm_rope,
+        )
         fused, plain = fused_and_plain(comm, kind, schedule)
         for seed in (1, 2):
             x, cos, sin = inputs(comm, kind, batch, seed)

@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "schedule": ("Schedule",),
         "part_norm_rope": ("NormRope",),
         "norm_rope": ("qk_norm_rope", "qk_norm_rope_into"),
+        "qkv_projection": ("project_qkv_into",),
     },
     "Communicator": {
         "communicator": ("UlyssesCommunicator",),

@@ -22,6 +22,7 @@ from ulysses_ops.tools.block import DTYPE
 from ulysses_ops.tools.block_setting import Outputs, Run, Setting
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.layer_variants import (
+    EPILOGUE,
     HANDSHAKES_ALONE,
     PACKED,
     SCHEDULES,
@@ -107,7 +108,7 @@ PROJECTIONS = (
     BlockVariant(OURS, ours, "", is_ours=True),
     *(
         BlockVariant(name, partial(by_layer, name=name), "", is_ours=True, compares_bits=False)
-        for name in ("peers first", PACKED)
+        for name in ("peers first", PACKED, EPILOGUE)
     ),
     *(
         BlockVariant(

@@ -12,6 +12,7 @@ from ulysses_ops.norm_rope import qk_norm_rope, qk_norm_rope_into
 from ulysses_ops.ops import all_gather, gather, scatter
 from ulysses_ops.part_norm_rope import NormRope
 from ulysses_ops.plan import even_splits
+from ulysses_ops.qkv_projection import project_qkv_into
 from ulysses_ops.schedule import PEERS_FIRST, PLAIN, Schedule
 from ulysses_ops.values_first import AttentionWindows
 from ulysses_ops.window_spec import WindowSpec
@@ -39,6 +40,7 @@ __all__ = [
     "all_gather",
     "even_splits",
     "gather",
+    "project_qkv_into",
     "qk_norm_rope",
     "qk_norm_rope_into",
     "reserve",

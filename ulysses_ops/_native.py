@@ -22,6 +22,8 @@ class NativeLibraries:
         cuda_reason: Why not; empty when it is.
         kernels: Whether ``_C_kernels`` (kernels in CuTe) is loaded.
         kernels_reason: Why not; empty when it is.
+        projection: Whether ``_C_projection`` (the fused projection for Hopper) is loaded.
+        projection_reason: Why not; empty when it is.
     """
 
     plan: bool
@@ -30,6 +32,8 @@ class NativeLibraries:
     cuda_reason: str
     kernels: bool = False
     kernels_reason: str = "not asked for"
+    projection: bool = False
+    projection_reason: str = "not asked for"
 
 
 def _load(path: Path) -> str:
@@ -59,6 +63,7 @@ def load() -> NativeLibraries:
     plan_reason = _load(folder / "_C.so")
     cuda_reason = _load_cuda(folder / "_C_cuda.so")
     kernels_reason = _load_cuda(folder / "_C_kernels.so")
+    projection_reason = _load_cuda(folder / "_C_projection.so")
     return NativeLibraries(
         plan=not plan_reason,
         plan_reason=plan_reason,
@@ -66,6 +71,8 @@ def load() -> NativeLibraries:
         cuda_reason=cuda_reason,
         kernels=not kernels_reason,
         kernels_reason=kernels_reason,
+        projection=not projection_reason,
+        projection_reason=projection_reason,
     )
 
 
@@ -73,12 +80,17 @@ NATIVE = load()
 
 
 def load_kernels(device: torch.device) -> int:
-    """Load every kernel of ``_C_kernels`` onto a GPU, and return how many there are.
+    """Load every compiled kernel onto a GPU, and return how many there are.
 
     The first launch of a kernel loads it, which can need an idle device: with a wait pending that
     only a peer can end, both would hang. So this comes before the first wait. Does nothing on the
-    CPU and where the library is not loaded; 0 where it holds no code for this GPU.
+    CPU and for a library that is not loaded, or holds no code for this GPU.
     """
-    if device.type != "cuda" or not NATIVE.kernels:
+    if device.type != "cuda":
         return 0
-    return int(torch.ops.ulysses._load_kernels(device.index))
+    count = 0
+    if NATIVE.kernels:
+        count += int(torch.ops.ulysses._load_kernels(device.index))
+    if NATIVE.projection:
+        count += int(torch.ops.ulysses._load_projection(device.index))
+    return count

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .communicator import UlyssesCommunicator
 from .fused_projection import FusedKernel, project_fused
-from .packed_projection import PackedWeights, can_keep, project_packed
+from .packed_projection import PackedWeights, can_keep, project_in_epilogue, project_packed
 from .part_norm_rope import NormRopeKernel, apply_norm_rope
 from .peers_first import BeginExchange, Projected, Rotation, project
+from .qkv_projection import has_kernel
 from .schedule import Schedule
 
 
@@ -52,5 +53,9 @@ class FirstStage:
             with self.begin() as exchange:
                 project_fused(x, projected, fused, rank, split, exchange)
         else:
+            is_one = schedule.norm_rope == "epilogue" and has_kernel(
+                x, v.window.layout.head_dim, fused.kind.norm, self.comm.world_size
+            )
+            run = project_in_epilogue if is_one else project_packed
             with self.begin() as exchange:
-                project_packed(x, projected, fused, rank, split, self.weights, exchange)
+                run(x, projected, fused, rank, split, self.weights, exchange)

@@ -6,7 +6,8 @@ The rows of all projections for one rank lie side by side in a copy, so that one
 
     packed[r] = (W_q[rows of r], W_k[rows of r], W_v[rows of r])      (W, rows of a rank, width)
 
-It computes what ``fused_projection.project_fused`` computes.
+It computes what ``fused_projection.project_fused`` computes; ``project_in_epilogue`` does so
+without a kernel behind the GEMM.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from .exchange import Exchange
 from .fused_projection import FusedKernel, Parts
 from .peers_first import Projected, send_parts
+from .qkv_projection import project_qkv_into
 from .schedule import peer_groups
 
 
@@ -48,11 +50,15 @@ class Packed:
         bias = None if self.bias is None else self.bias[:, :rows]
         return replace(self, weight=self.weight[:, :rows], bias=bias, heads=heads)
 
-    def multiply(self, x: Tensor, ranks: range) -> list[list[Tensor]]:
-        """By projection, a view ``(B, S_local, heads, D)`` for each of these ranks; one GEMM."""
+    def rows_of(self, ranks: range) -> tuple[Tensor, Tensor | None]:
+        """Weight ``(rows, width)`` and bias of these ranks."""
         chosen = slice(ranks.start, ranks.stop)
         bias = None if self.bias is None else self.bias[chosen].flatten()
-        rows = F.linear(x, self.weight[chosen].flatten(0, 1), bias)
+        return self.weight[chosen].flatten(0, 1), bias
+
+    def multiply(self, x: Tensor, ranks: range) -> list[list[Tensor]]:
+        """By projection, a view ``(B, S_local, heads, D)`` for each of these ranks; one GEMM."""
+        rows = F.linear(x, *self.rows_of(ranks))
         by_rank = rows.unflatten(-1, (len(ranks), -1, self.head_dim)).unbind(2)
         parts = [part.split(self.heads, dim=2) for part in by_rank]
         return [list(of_one) for of_one in zip(*parts, strict=True)]
@@ -202,8 +208,54 @@ def _normalise(
         for one, parts in zip(pair, inputs, strict=True)
     ]
     kernel.run(*map(Parts.of, pair, inputs, outputs))
-    world_size = pair[0].window.layout.world_size
+    _send(pair[::-1], outputs[::-1], ranks, rank, exchange)
+
+
+def project_in_epilogue(
+    x: Tensor,
+    projected: tuple[Projected, Projected, Projected],
+    kernel: FusedKernel,
+    rank: int,
+    split: Literal["peers", "destinations"],
+    weights: PackedWeights,
+    exchange: Exchange,
+) -> None:
+    """As :func:`project_packed`, norm and RoPE in the epilogue of the GEMM; none across heads."""
+    v, k, q = projected
+    packed = weights.of(q, k, v)
+
+    def run(ranks: range, outputs: Sequence[Sequence[Tensor]]) -> None:
+        project_qkv_into(
+            x,
+            *packed.rows_of(ranks),
+            *outputs,
+            q_weight=q.norm_weight,
+            k_weight=k.norm_weight,
+            cos=kernel.cos,
+            sin=kernel.sin,
+            norm=kernel.kind.norm,
+            rope=kernel.kind.rope,
+            eps=kernel.kind.eps,
+        )
+
+    for ranks in peer_groups(v.window.layout.world_size, rank, split):
+        shapes = [(*x.shape[:2], heads, packed.head_dim) for heads in packed.heads]
+        outputs = [[x.new_empty(shape) for _ in ranks] for shape in shapes]
+        run(ranks, outputs)
+        _send(projected, outputs[::-1], ranks, rank, exchange)
+    run(range(rank, rank + 1), [[one.window.own_view] for one in (q, k, v)])
+
+
+def _send(
+    projected: Sequence[Projected],
+    outputs: Sequence[Sequence[Tensor]],
+    ranks: range,
+    rank: int,
+    exchange: Exchange,
+) -> None:
+    """Send the peers among these ranks their parts, in rotated order."""
+    world_size = projected[0].window.layout.world_size
     for peer in sorted(ranks, key=lambda other: (other - rank) % world_size):
         if peer != rank:
-            for one, parts in zip(reversed(pair), reversed(outputs), strict=True):
+            for one, parts in zip(projected, outputs, strict=True):
                 exchange.send(parts[peer - ranks.start], one.window, peer=peer)

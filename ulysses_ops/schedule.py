@@ -15,6 +15,7 @@ ProjectionSplit = Literal["whole", "peers", "destinations"]
 AttentionSplit = Literal["whole", "peers", "destinations", "heads"]
 OutputSplit = Literal["whole", "slabs"]
 QkvWeights = Literal["apart", "packed"]
+NormRopePlace = Literal["apart", "epilogue"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Schedule:
             of all ranks. It reads a copy of the weights, which the layer keeps. Unused with
             ``projection="whole"``, where norm and RoPE are not the fused kernel, and where weights
             were made in inference mode, which count no changes.
+        norm_rope: ``"apart"``: norm and RoPE are a kernel behind the GEMM; ``"epilogue"``: packed
+            weights are multiplied, normalised and rotated by one kernel,
+            :func:`ulysses_ops.project_qkv_into`, which needs ``qkv_weights="packed"``. Where that
+            kernel does not fit, and with a norm across heads, the same as ``"apart"``.
     """
 
     projection: ProjectionSplit = "whole"
@@ -42,6 +47,7 @@ class Schedule:
     output: OutputSplit = "whole"
     head_chunks: int = 1
     qkv_weights: QkvWeights = "apart"
+    norm_rope: NormRopePlace = "apart"
 
     def __post_init__(self) -> None:
         """Refuse what means nothing.
@@ -54,6 +60,7 @@ class Schedule:
             "attention": get_args(AttentionSplit),
             "output": get_args(OutputSplit),
             "qkv_weights": get_args(QkvWeights),
+            "norm_rope": get_args(NormRopePlace),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -65,6 +72,12 @@ class Schedule:
                 f"Schedule: attention={self.attention!r}, output={self.output!r}, head_chunks="
                 f"{self.head_chunks}: 'heads' goes with output='slabs' and 2 chunks or more, "
                 f"everything else with head_chunks=1"
+            )
+            raise ValueError(message)
+        if self.norm_rope == "epilogue" and self.qkv_weights != "packed":
+            message = (
+                f"Schedule: norm_rope='epilogue' goes with qkv_weights='packed', not with "
+                f"{self.qkv_weights!r}"
             )
             raise ValueError(message)
 

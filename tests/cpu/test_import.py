@@ -118,4 +118,5 @@ def test_the_compiled_libraries_are_loaded_or_the_reason_is_told() -> None:
     assert NATIVE.plan == (NATIVE.plan_reason == "")
     assert NATIVE.cuda == (NATIVE.cuda_reason == "")
     assert NATIVE.kernels == (NATIVE.kernels_reason == "")
+    assert NATIVE.projection == (NATIVE.projection_reason == "")
     assert NATIVE.plan, NATIVE.plan_reason

@@ -59,6 +59,7 @@ ORDER = (
     "norm_rope_checks",
     "part_norm_rope",
     "norm_rope",
+    "qkv_projection",
     "values_first",
     "attention",
     "ring",

@@ -38,6 +38,7 @@ NEEDED = {
     "_C": BASE,
     "_C_cuda": BASE | {"libtorch_cuda.so", "libcudart.so.13"},
     "_C_kernels": BASE | {"libtorch_cuda.so", "libcudart.so.13"},
+    "_C_projection": BASE | {"libtorch_cuda.so", "libcudart.so.13"},
 }
 
 
@@ -86,13 +87,14 @@ def absolute_source_paths(content: bytes) -> list[bytes]:
     return SOURCE_PATH.findall(content)
 
 
-@pytest.fixture(params=["_C", "_C_cuda", "_C_kernels"])
+@pytest.fixture(params=list(NEEDED))
 def library(request: pytest.FixtureRequest) -> Path:
     path = folder_of("ulysses_ops") / f"{request.param}.so"
     if request.param != "_C" and not path.exists() and nvcc_release() < (13,):
         pytest.skip(f"no nvcc of CUDA 13 or later: {request.param} is not built here")
-    if request.param == "_C_kernels" and importlib.util.find_spec("cutlass_library") is None:
-        pytest.skip("no headers of CUTLASS: _C_kernels is not built here")
+    needs_cutlass = request.param in ("_C_kernels", "_C_projection")
+    if needs_cutlass and importlib.util.find_spec("cutlass_library") is None:
+        pytest.skip(f"no headers of CUTLASS: {request.param} is not built here")
     assert path.exists(), f"{path.name} was not built: run make build"
     return path
 

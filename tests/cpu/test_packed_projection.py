@@ -15,9 +15,11 @@ from rank_pool import RankPool
 from ulysses_ops import NormRope, Schedule, UlyssesAttention, UlyssesCommunicator
 from ulysses_ops.exchange import Exchange
 from ulysses_ops.fused_projection import FusedKernel
+from ulysses_ops.norm_rope_checks import Norm
 from ulysses_ops.packed_projection import Packed, PackedWeights
 from ulysses_ops.peers_first import Projected
-from ulysses_ops.schedule import QkvWeights
+from ulysses_ops.qkv_projection import project_qkv_into
+from ulysses_ops.schedule import QkvWeights, peer_groups
 from ulysses_ops.windows import Window
 
 Ranks = Callable[[int], RankPool]
@@ -40,6 +42,33 @@ def compared(rank: int, world_size: int, batch: int) -> None:
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 1), (2, 2), (4, 1)])
 def test_packed_and_plain_stage_agree(ranks: Ranks, world_size: int, batch: int) -> None:
     ranks(world_size).run(compared, batch, timeout_s=120)
+
+
+def has_kernel(x: torch.Tensor, head_dim: int, norm: Norm, num_destinations: int) -> bool:
+    """As on a GPU."""
+    return norm != "across_heads"
+
+
+def compared_in_epilogue(rank: int, world_size: int, batch: int) -> int:
+    """How often one operator did all of it."""
+    with (
+        mock.patch.object(FusedKernel, "fits", fits),
+        mock.patch("ulysses_ops.first_stage.has_kernel", has_kernel),
+        mock.patch(
+            "ulysses_ops.packed_projection.project_qkv_into", side_effect=project_qkv_into
+        ) as calls,
+        UlyssesCommunicator(timeout_s=20) as comm,
+    ):
+        compare_all(comm, KINDS, batch, "packed", "epilogue")
+        return int(calls.call_count)
+
+
+@pytest.mark.parametrize(("world_size", "batch"), [(2, 1), (2, 2), (4, 1)])
+def test_norm_and_rope_in_the_epilogue_agree(ranks: Ranks, world_size: int, batch: int) -> None:
+    calls = ranks(world_size).run(compared_in_epilogue, batch, timeout_s=120)
+    # Two kinds without a norm across heads, each twice: peers together, and by destination.
+    groups = [len(peer_groups(world_size, rank, "peers")) for rank in range(world_size)]
+    assert calls == [4 * (count + 1 + world_size) for count in groups]
 
 
 def swapped(rank: int, world_size: int) -> None:

@@ -49,6 +49,12 @@ SCHEMAS = {
     "qk_norm_rope_into": (
         f"(Tensor[] q, Tensor[] k, Tensor(a!)[] q_out, Tensor(b!)[] k_out, {NORM_ROPE}) -> ()"
     ),
+    "project_qkv_into": (
+        "(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, Tensor(b!)[] k_out, "
+        "Tensor(c!)[] v_out, Tensor? q_weight=None, Tensor? k_weight=None, Tensor? cos=None, "
+        'Tensor? sin=None, str norm="per_head", str rope="interleaved", '
+        "float eps=9.9999999999999995e-07) -> ()"
+    ),
 }
 DEFERRED = ("scatter_into", "gather_into", "all_gather_into", "complete")
 MUTATED = {
@@ -57,6 +63,7 @@ MUTATED = {
     "all_gather_into": ["window", "token"],
     "complete": ["windows", "token"],
     "qk_norm_rope_into": ["q_out", "k_out"],
+    "project_qkv_into": ["q_out", "k_out", "v_out"],
 }
 
 

@@ -39,7 +39,7 @@ PRESENT = (
     "ulysses_ops/tools/replay_benchmark.py",
     STARTER,
 )
-OPTIONAL = ("ulysses_ops/_C_cuda.so", "ulysses_ops/_C_kernels.so")
+OPTIONAL = tuple(f"ulysses_ops/{name}.so" for name in ("_C_cuda", "_C_kernels", "_C_projection"))
 SUFFIXES = {".json", ".py", ".so", ".typed"}
 LOAD = """
 import sys

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from fused_layer import KINDS, compare_all, fused_and_plain, inputs, spoil
@@ -9,7 +12,13 @@ from on_gpu import NO_OPEN, communicator, delay, fault, settle
 from rank_pool import RankPool
 from torch import Tensor
 
-from ulysses_ops import NormRope, Schedule
+from ulysses_ops import (
+    NormRope,
+    Schedule,
+    UlyssesAttention,
+    UlyssesCommunicator,
+    qkv_projection,
+)
 from ulysses_ops.graphs import capture_step
 from ulysses_ops.packed_projection import Packed, PackedWeights
 from ulysses_ops.peers_first import Projected
@@ -133,3 +142,91 @@ def test_a_graph_sees_a_changed_weight_after_the_next_call(pair: RankPool) -> No
 
 def test_control_a_stale_copy_is_seen(pair: RankPool) -> None:
     assert min(pair.run(changed, True, timeout_s=60)) > 0
+
+
+# ---- norm and RoPE in the epilogue ---------------------------------------------------------------
+
+EPILOGUE = replace(PACKED, norm_rope="epilogue")
+MODEL = {"num_heads": 8, "num_kv_heads": 4, "width": 320, "rows": 200}
+
+
+def model_layers(comm: UlyssesCommunicator) -> tuple[UlyssesAttention, UlyssesAttention]:
+    """A bf16 layer of heads of 128 with one kernel for its first stage, and with several."""
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(comm.device, torch.bfloat16)
+
+    columns = {"q": 8 * 128, "k": 4 * 128, "v": 4 * 128}
+    tensors = {name: numbers(count, MODEL["width"]) / 16 for name, count in columns.items()}
+    tensors |= {f"{name}_bias": numbers(count) for name, count in columns.items()}
+    layers = [
+        UlyssesAttention.from_weights(
+            comm,
+            **tensors,
+            out=numbers(64, columns["q"]),
+            q_norm=numbers(128),
+            k_norm=numbers(128),
+            num_heads=MODEL["num_heads"],
+            num_kv_heads=MODEL["num_kv_heads"],
+            norm_rope=NormRope("per_head", "interleaved"),
+            schedule=schedule,
+        )
+        for schedule in (EPILOGUE, replace(PACKED, qkv_weights="apart"))
+    ]
+    return layers[0], layers[1]
+
+
+def model_inputs(comm: UlyssesCommunicator, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * comm.rank + seed)
+    x = torch.randn(batch, MODEL["rows"], MODEL["width"], generator=generator)
+    angles = torch.rand(MODEL["rows"], 64, generator=generator).to(comm.device)
+    return x.to(comm.device, torch.bfloat16), angles.cos(), angles.sin()
+
+
+def in_epilogue(rank: int, world_size: int, batch: int, faults: int) -> tuple[int, int]:
+    """Eager rounds from two streams in turn, then replays; ranks late, windows read late."""
+    wrong = [0, 0]
+    with (
+        communicator() as comm,
+        mock.patch.object(qkv_projection, "_by_operators", side_effect=AssertionError("not taken")),
+    ):
+        layer, plain = model_layers(comm)
+        given = [model_inputs(comm, batch, seed) for seed in range(12)]
+        expected = [[part.clone() for part in plain.project(*one)] for one in given]
+        settle()
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        found: list[list[Tensor]] = []
+        with fault(comm, faults):
+            for number, one in enumerate(given):
+                with torch.cuda.stream(streams[number % 2]):
+                    windows = layer.project(*one)
+                    if number % 2 == rank:
+                        delay(10)
+                    found.append([part.clone() for part in windows])
+            settle()
+        for got, wanted in zip(found, expected, strict=True):
+            pairs = zip(got, wanted, strict=True)
+            wrong[0] += sum(not torch.allclose(a, b, rtol=2e-2, atol=4e-2) for a, b in pairs)
+        if faults == 0:
+            cos, sin = given[0][1:]
+            step = capture_step(comm, lambda x: layer.project(x, cos, sin), [given[0][0]])
+            for number, (x, _, _) in enumerate(given):
+                eager = [part.clone() for part in layer.project(x, cos, sin)]
+                spoil(layer, x)
+                if number % 2 != rank:
+                    delay(2)
+                same = zip(step.replay(x), eager, strict=True)
+                wrong[1] += sum(not torch.equal(a, b) for a, b in same)
+            settle()
+            step.close()
+    return wrong[0], wrong[1]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_kernel_equals_the_plain_stage(pair: RankPool, batch: int) -> None:
+    assert pair.run(in_epilogue, batch, 0, timeout_s=60) == [(0, 0), (0, 0)]
+
+
+def test_control_one_kernel_in_a_round_that_is_not_opened_is_seen(pair: RankPool) -> None:
+    assert max(wrong for wrong, _ in pair.run(in_epilogue, 1, NO_OPEN, timeout_s=60)) > 0

@@ -1,0 +1,272 @@
+// `_C_projection`: `_project_qkv_sm90`, which `project_qkv_into` calls where it fits. Schema of the
+// latter, tags, the checks that name every argument and the choice are in
+// ulysses_ops/qkv_projection.py; what is checked here is what a kernel would otherwise read or
+// write out of bounds.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../check.h"
+#include "../cuda/stream.h"
+#include "../stack.h"
+#include "qkv_projection_kernels.h"
+
+namespace ulysses_ops {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::detail::to;
+
+constexpr const char* kOp = "project_qkv_into";
+constexpr int64_t kAlignedElems = 8;  // 16 bytes
+constexpr int kMaxDevices = 64;
+constexpr int kNumTypes = 2;
+
+struct Problem {
+  Tensor x;
+  Tensor weight;
+  std::array<std::vector<Tensor>, 3> outs;  // Q, K, V
+  std::optional<Tensor> bias;
+  std::array<std::optional<Tensor>, 2> norm;
+  std::optional<Tensor> cos;
+  std::optional<Tensor> sin;
+};
+
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % (kAlignedElems * 2) == 0;
+}
+
+bool is_beside(const Tensor& tensor, const Tensor& x) {
+  return tensor.is_cuda() && tensor.get_device_index() == x.get_device_index();
+}
+
+ProjectionKernel kernel_of(ScalarType dtype) {
+  return dtype == ScalarType::Half ? projection_fp16() : projection_bf16();
+}
+
+// The clusters that a device runs at once; its kernel is loaded at the first call.
+int num_clusters(ScalarType dtype, int64_t device) {
+  // By device and type, one more than the answer; 0 before it is known.
+  static std::array<std::array<std::atomic<int>, kNumTypes>, kMaxDevices> known{};
+  STD_TORCH_CHECK(device >= 0 && device < kMaxDevices, kOp, ": device ", device, " is not below ",
+                  kMaxDevices);
+  auto& count = known[device][dtype == ScalarType::Half ? 0 : 1];
+  if (count == 0) {
+    count = kernel_of(dtype).load() + 1;
+  }
+  return count - 1;
+}
+
+void check_rows(const Tensor& x, const Tensor& weight) {
+  STD_TORCH_CHECK(x.dim() == 3 && weight.dim() == 2 && x.size(2) == weight.size(1), kOp,
+                  ": x must be (B, S, width) and qkv_weight (columns, width)");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half,
+                  kOp, ": x must be bf16 or fp16");
+  STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() && x.is_cuda() && is_beside(weight, x),
+                  kOp, ": qkv_weight must be of the dtype and on the device of x");
+  const bool is_one = x.size(0) == 1 || x.stride(0) == x.size(1) * x.stride(1);
+  STD_TORCH_CHECK(x.stride(2) == 1 && weight.stride(1) == 1 && is_one, kOp,
+                  ": rows of x and qkv_weight must be dense, and those of x evenly apart");
+  STD_TORCH_CHECK(is_aligned(x) && is_aligned(weight) && x.stride(1) % kAlignedElems == 0 &&
+                      weight.stride(0) % kAlignedElems == 0 && x.stride(1) >= x.size(2) &&
+                      weight.stride(0) >= x.size(2),
+                  kOp, ": rows of x and qkv_weight must lie apart, at multiples of 16 bytes");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  STD_TORCH_CHECK(x.size(0) * x.size(1) <= kMost - 1024 && weight.size(0) <= kMost - 1024 &&
+                      x.size(2) <= kMost - 1024,
+                  kOp, ": a size is not below 2^31");
+}
+
+// From the first byte to the last, those of others between them included.
+bool overlap(const Tensor& one, const Tensor& other) {
+  const auto extent = [](const Tensor& tensor) {
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+    const auto* begin = static_cast<const char*>(tensor.data_ptr());
+    return std::pair(begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size()));
+  };
+  if (one.numel() == 0 || other.numel() == 0) {
+    return false;
+  }
+  const auto [one_begin, one_end] = extent(one);
+  const auto [other_begin, other_end] = extent(other);
+  return one_begin < other_end && other_begin < one_end;
+}
+
+ProjectionSpan span_of(const Tensor& out, Part part, int64_t first_head, const Tensor& x,
+                       const Tensor& weight) {
+  STD_TORCH_CHECK(out.dim() == 4 && out.size(0) == x.size(0) && out.size(1) == x.size(1) &&
+                      out.size(3) == kProjectionHeadDim,
+                  kOp, ": outputs must be (B, S, heads, ", kProjectionHeadDim,
+                  ") with B and S of x");
+  STD_TORCH_CHECK(out.scalar_type() == x.scalar_type() && is_beside(out, x), kOp,
+                  ": outputs must be of the dtype and on the device of x");
+  const bool dense = out.stride(3) == 1 && (out.size(2) == 1 || out.stride(2) == out.size(3));
+  const auto is_step = [&](int dim) {
+    return out.size(dim) == 1 || out.stride(dim) % kAlignedElems == 0;
+  };
+  STD_TORCH_CHECK(dense && is_step(0) && is_step(1) && is_aligned(out), kOp,
+                  ": outputs must have dense heads, and rows at multiples of 16 bytes");
+  STD_TORCH_CHECK(
+      !overlap(out, x) && !overlap(out, weight), kOp,
+      ": an output lies between the first and the last element of an input; give memory "
+      "of its own");
+  return {out.data_ptr(), out.stride(0), out.stride(1), static_cast<int32_t>(first_head), part};
+}
+
+const void* parameter(const std::optional<Tensor>& tensor, int64_t num_elems, ScalarType dtype,
+                      const Tensor& x, const char* name) {
+  if (!tensor.has_value()) {
+    return nullptr;
+  }
+  STD_TORCH_CHECK(tensor->numel() == num_elems && tensor->is_contiguous() &&
+                      tensor->scalar_type() == dtype && is_beside(*tensor, x) &&
+                      is_aligned(*tensor),
+                  kOp, ": ", name, " must hold ", num_elems,
+                  " contiguous elements of its dtype at a multiple of 16 bytes, on the device of "
+                  "x");
+  return tensor->data_ptr();
+}
+
+Rope rope_of(const std::string& name) {
+  if (name == "none") {
+    return Rope::kNone;
+  }
+  STD_TORCH_CHECK(name == "interleaved" || name == "half_split", kOp, ": rope='", name,
+                  "' must be 'none', 'interleaved' or 'half_split'");
+  return name == "interleaved" ? Rope::kInterleaved : Rope::kHalfSplit;
+}
+
+void set_spans(const Problem& problem, ProjectionParams& params) {
+  const size_t num_destinations = problem.outs[0].size();
+  STD_TORCH_CHECK(
+      problem.outs[1].size() == num_destinations && problem.outs[2].size() == num_destinations &&
+          3 * num_destinations <= kMaxProjectionSpans,
+      kOp, ": q_out, k_out and v_out must have as many parts, at most ", kMaxProjectionSpans / 3);
+  int64_t heads = 0;
+  for (size_t destination = 0; destination < num_destinations; ++destination) {
+    for (int part = 0; part < 3; ++part) {
+      const Tensor& out = problem.outs[part][destination];
+      if (out.size(2) == 0) {
+        continue;
+      }
+      params.spans[params.num_spans++] =
+          span_of(out, static_cast<Part>(part), heads, problem.x, problem.weight);
+      heads += out.size(2);
+    }
+  }
+  STD_TORCH_CHECK(heads * kProjectionHeadDim == problem.weight.size(0), kOp, ": qkv_weight has ",
+                  problem.weight.size(0), " rows for ", heads, " heads of ", kProjectionHeadDim);
+  params.num_heads = static_cast<int32_t>(heads);
+}
+
+void set_norm(const Problem& problem, const std::string& name, double eps,
+              ProjectionParams& params) {
+  STD_TORCH_CHECK(name == "per_head" || name == "none", kOp, ": norm='", name,
+                  "' must be 'none' or 'per_head'");
+  params.normalises = name == "per_head";
+  params.eps = static_cast<float>(eps);
+  const auto& given = problem.norm[0].has_value() ? problem.norm[0] : problem.norm[1];
+  params.norm_is_float = given.has_value() && given->scalar_type() == ScalarType::Float;
+  const ScalarType dtype = params.norm_is_float ? ScalarType::Float : problem.x.scalar_type();
+  params.norm[0] = parameter(problem.norm[0], kProjectionHeadDim, dtype, problem.x, "q_weight");
+  params.norm[1] = parameter(problem.norm[1], kProjectionHeadDim, dtype, problem.x, "k_weight");
+}
+
+void set_angles(const Problem& problem, const std::string& rope, ProjectionParams& params) {
+  params.rope = rope_of(rope);
+  if (params.rope == Rope::kNone) {
+    return;
+  }
+  STD_TORCH_CHECK(problem.cos.has_value() && problem.sin.has_value(), kOp, ": rope='", rope,
+                  "' needs cos and sin");
+  const int64_t width = problem.cos->dim() == 2 ? problem.cos->size(1) : 0;
+  STD_TORCH_CHECK(width == kProjectionHeadDim || width * 2 == kProjectionHeadDim, kOp,
+                  ": cos must be (S, D/2) or (S, D), with D=", kProjectionHeadDim);
+  const int64_t num_elems = problem.x.size(1) * width;
+  const Tensor& x = problem.x;
+  params.table_width = static_cast<int32_t>(width);
+  params.cos =
+      static_cast<const float*>(parameter(problem.cos, num_elems, ScalarType::Float, x, "cos"));
+  params.sin =
+      static_cast<const float*>(parameter(problem.sin, num_elems, ScalarType::Float, x, "sin"));
+}
+
+// (Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, Tensor(b!)[] k_out,
+// Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, str norm, str
+// rope, float eps)
+// -> ()
+void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  Problem problem{to<Tensor>(stack[0]), to<Tensor>(stack[1]), {}, {}, {}, {}, {}};
+  problem.bias = to<std::optional<Tensor>>(stack[2]);
+  for (int part = 0; part < 3; ++part) {
+    problem.outs[part] = to<std::vector<Tensor>>(stack[3 + part]);
+  }
+  problem.norm = {to<std::optional<Tensor>>(stack[6]), to<std::optional<Tensor>>(stack[7])};
+  problem.cos = to<std::optional<Tensor>>(stack[8]);
+  problem.sin = to<std::optional<Tensor>>(stack[9]);
+  const std::string norm = take_string(stack[10]);
+  const std::string rope = take_string(stack[11]);
+  const Tensor& x = problem.x;
+  const Tensor& weight = problem.weight;
+  check_rows(x, weight);
+  const int64_t device = x.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
+  const int clusters = num_clusters(x.scalar_type(), device);
+  STD_TORCH_CHECK(clusters > 0, kOp, ": no code for GPU ", device,
+                  " was built; it needs compute capability 9.0");
+  ProjectionParams params;
+  set_spans(problem, params);
+  set_norm(problem, norm, to<double>(stack[12]), params);
+  set_angles(problem, rope, params);
+  params.bias = parameter(problem.bias, weight.size(0), x.scalar_type(), x, "qkv_bias");
+  params.num_rows = static_cast<int32_t>(x.size(0) * x.size(1));
+  params.depth = static_cast<int32_t>(x.size(2));
+  if (params.num_rows == 0 || params.num_heads == 0) {
+    return;
+  }
+  params.seq = Divisor(static_cast<uint32_t>(x.size(1)));
+  const ProjectionOperands operands{x.data_ptr(), weight.data_ptr(), x.stride(1), weight.stride(0)};
+  kernel_of(x.scalar_type()).launch(operands, params, clusters, current_stream(device));
+}
+
+// As `_load_kernels`: how many kernels there are for this GPU.
+int64_t load_projection(int64_t device) {
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
+  int64_t count = 0;
+  for (const ScalarType dtype : {ScalarType::Half, ScalarType::BFloat16}) {
+    count += num_clusters(dtype, device) > 0 ? 1 : 0;
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace ulysses_ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
+  m.def("_load_projection(int device) -> int");
+  m.def(
+      "_project_qkv_sm90(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, "
+      "Tensor(b!)[] k_out, Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, "
+      "Tensor? sin, str norm, str rope, float eps) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
+  m.impl("_load_projection", TORCH_BOX(&ulysses_ops::load_projection));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ulysses, CUDA, m) {
+  m.impl("_project_qkv_sm90", &ulysses_ops::project_qkv);
+}

@@ -1,0 +1,88 @@
+// Projection of Q, K and V with RMSNorm and RoPE in its epilogue: what a launch is told, and the
+// order of its tiles. No CUDA and no torch, so that the host can check it
+// (tests/cpp/qkv_projection_test).
+//
+//   z = x W^T + b
+//   q, k: n = z * weight / sqrt(mean(z^2) + eps) over a head;  y_a = n_a cos - n_b sin,
+//         y_b = n_b cos + n_a sin      for every pair (a, b) of the head
+//   v:    y = z
+//
+// NOTE [columns]: the rows of W are heads of kHeadDim, first those of one destination (of Q, then
+// K, then V), then those of the next. A span is what of one of the three one destination gets.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../kernels/norm_rope.h"
+
+namespace ulysses_ops {
+
+inline constexpr int32_t kProjectionHeadDim = 128;
+inline constexpr int32_t kMaxProjectionSpans = 32;
+
+enum class Part : int32_t { kQ, kK, kV };
+
+// Heads that lie in one output. Strides in elements.
+struct ProjectionSpan {
+  void* out = nullptr;
+  int64_t out_batch = 0;
+  int64_t out_row = 0;
+  int32_t first_head = 0;  // among the columns
+  Part part = Part::kV;
+};
+
+struct ProjectionParams {
+  ProjectionSpan spans[kMaxProjectionSpans];
+  const void* bias = nullptr;                // (columns,); null: none
+  const void* norm[2] = {nullptr, nullptr};  // (kHeadDim,) for Q and K; null: all ones
+  const float* cos = nullptr;                // (S, table_width)
+  const float* sin = nullptr;
+  int32_t num_spans = 0;
+  int32_t num_heads = 0;    // of all spans
+  int32_t num_rows = 0;     // batch * sequence
+  int32_t depth = 0;        // elements of a row of x
+  int32_t table_width = 0;  // D/2, or D with each value at both places of its pair
+  Divisor seq;
+  float eps = 0.0F;
+  Rope rope = Rope::kNone;
+  bool normalises = false;
+  bool norm_is_float = false;  // else of the type of the elements
+};
+
+// The span of a head.
+UOPS_HOST_DEVICE int32_t span_at(const ProjectionParams& params, int32_t head) {
+  int32_t span = 0;
+  for (int32_t i = 1; i < params.num_spans; ++i) {
+    span += head >= params.spans[i].first_head ? 1 : 0;
+  }
+  return span;
+}
+
+// The tiles of a launch by the order in which clusters take them: clusters that run at once work in
+// a block of `kRowsAtOnce` tiles of rows and all the columns that are left for the others, so that
+// what they read of x and of W stays in the L2 cache.
+struct TileOrder {
+  static constexpr int32_t kRowsAtOnce = 8;
+
+  int32_t num_rows = 0;  // tiles down
+  int32_t num_columns = 0;
+
+  struct Tile {
+    int32_t row = 0;
+    int32_t column = 0;
+  };
+
+  UOPS_HOST_DEVICE int32_t size() const { return num_rows * num_columns; }
+
+  UOPS_HOST_DEVICE Tile at(int32_t index) const {
+    const int32_t in_block = kRowsAtOnce * num_columns;
+    const int32_t first = index / in_block * kRowsAtOnce;
+    const int32_t rest = index % in_block;
+    const int32_t left = num_rows - first;
+    const int32_t rows = left < kRowsAtOnce ? left : kRowsAtOnce;
+    return {first + rest % rows, rest / rows};
+  }
+};
+
+}  // namespace ulysses_ops

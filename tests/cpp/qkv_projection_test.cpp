@@ -1,0 +1,84 @@
+// The order in which the clusters of a fused projection take its tiles, and the spans of its heads.
+#include "../../csrc/projection/qkv_projection.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <utility>
+#include <vector>
+
+using namespace ulysses_ops;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool condition, const char* what, int rows, int columns) {
+  if (!condition) {
+    ++failures;
+    std::fprintf(stderr, "FAILED: %s, %d x %d tiles\n", what, rows, columns);
+  }
+}
+
+void takes_each_tile_once(int rows, int columns) {
+  const TileOrder order{rows, columns};
+  std::set<std::pair<int, int>> seen;
+  bool is_within = true;
+  for (int i = 0; i < order.size(); ++i) {
+    const TileOrder::Tile tile = order.at(i);
+    is_within &= tile.row >= 0 && tile.row < rows && tile.column >= 0 && tile.column < columns;
+    seen.emplace(tile.row, tile.column);
+  }
+  expect(is_within, "a tile lies outside", rows, columns);
+  expect(static_cast<int>(seen.size()) == rows * columns, "a tile is left out", rows, columns);
+}
+
+// What 66 clusters, a whole H200, read at once: few rows of x, and few columns of W.
+void stays_in_a_block(int rows, int columns) {
+  constexpr int kAtOnce = 66;
+  const TileOrder order{rows, columns};
+  for (int first = 0; first + kAtOnce <= order.size(); first += kAtOnce) {
+    std::set<int> rows_read;
+    std::set<int> columns_read;
+    for (int i = first; i < first + kAtOnce; ++i) {
+      rows_read.insert(order.at(i).row);
+      columns_read.insert(order.at(i).column);
+    }
+    expect(static_cast<int>(rows_read.size()) <= 2 * TileOrder::kRowsAtOnce, "many rows at once",
+           rows, columns);
+    expect(rows_read.size() * columns_read.size() <= 3 * kAtOnce, "no block", rows, columns);
+  }
+}
+
+void finds_the_span_of_each_head(const std::vector<int>& heads) {
+  ProjectionParams params;
+  for (const int count : heads) {
+    params.spans[params.num_spans++].first_head = params.num_heads;
+    params.num_heads += count;
+  }
+  int head = 0;
+  for (int span = 0; span < params.num_spans; ++span) {
+    for (int i = 0; i < heads[span]; ++i, ++head) {
+      expect(span_at(params, head) == span, "a head is in another span", head, span);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (int rows = 1; rows <= 40; ++rows) {
+    for (const int columns : {1, 2, 5, 8, 18, 36, 60}) {
+      takes_each_tile_once(rows, columns);
+    }
+  }
+  stays_in_a_block(18, 36);
+  stays_in_a_block(148, 84);
+  finds_the_span_of_each_head({12, 12, 12});
+  finds_the_span_of_each_head({1, 2, 3, 3, 2, 1, 5});
+  finds_the_span_of_each_head(std::vector<int>(kMaxProjectionSpans, 3));
+  if (failures == 0) {
+    std::puts("ok");
+  }
+  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
