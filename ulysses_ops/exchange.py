@@ -150,6 +150,16 @@ class Exchange:
             self._windows.append(window)
         self._sources.append(x)
 
+    def follow_readers(self, window: Window) -> None:
+        """Order the current stream behind earlier readers of the window's channel on this rank.
+
+        The first send of a round does so too; this is for the producer of an own part that starts
+        before that send. Not collective.
+        """
+        engine = self._comm.copy_engine
+        if engine is not None and not torch.compiler.is_compiling():
+            engine.follow_readers(window.address)
+
     def complete(self) -> None:
         """End all exchanges: windows may be read and sources reused on the current stream."""
         if self._windows:

@@ -13,6 +13,7 @@ from .part_norm_rope import NormRopeKernel, apply_norm_rope
 from .peers_first import BeginExchange, Projected, Rotation, project
 from .qkv_projection import has_kernel
 from .schedule import Schedule
+from .tail import Tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +25,14 @@ class FirstStage:
         kernel: Norm and RoPE in the caller's implementation; when left out, the fused kernel where
             it fits, else PyTorch's.
         weights: The copy that ``qkv_weights="packed"`` reads.
+        tail: What ``norm_rope="epilogue"`` computes the own heads in; none without a GPU.
         begin: Makes an exchange.
     """
 
     comm: UlyssesCommunicator
     kernel: NormRopeKernel | None
     weights: PackedWeights
+    tail: Tail | None
     begin: BeginExchange
 
     def run(
@@ -52,10 +55,13 @@ class FirstStage:
         elif split == "whole" or schedule.qkv_weights == "apart" or not can_keep(projected):
             with self.begin() as exchange:
                 project_fused(x, projected, fused, rank, split, exchange)
-        else:
-            is_one = schedule.norm_rope == "epilogue" and has_kernel(
-                x, v.window.layout.head_dim, fused.kind.norm, self.comm.world_size
-            )
-            run = project_in_epilogue if is_one else project_packed
+        elif schedule.norm_rope == "epilogue" and has_kernel(
+            x, v.window.layout.head_dim, fused.kind.norm, self.comm.world_size
+        ):
             with self.begin() as exchange:
-                run(x, projected, fused, rank, split, self.weights, exchange)
+                project_in_epilogue(
+                    x, projected, fused, rank, split, self.weights, self.tail, exchange
+                )
+        else:
+            with self.begin() as exchange:
+                project_packed(x, projected, fused, rank, split, self.weights, exchange)

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .constants import Constants, rate_at
-from .schedule import AttentionSplit, OutputSplit, Problem, ProjectionSplit, QkvWeights, peer_groups
+from .schedule import (
+    AttentionSplit,
+    NormRopePlace,
+    OutputSplit,
+    Problem,
+    ProjectionSplit,
+    QkvWeights,
+    peer_groups,
+)
 
 AfterSplit = tuple[AttentionSplit, OutputSplit, int]  # the last: chunks of heads
 
@@ -108,7 +116,9 @@ class _Projection:
             for letter, heads in self._heads.items()
         }
 
-    def run(self, rank: int, split: ProjectionSplit, weights: QkvWeights) -> None:
+    def run(
+        self, rank: int, split: ProjectionSplit, weights: QkvWeights, norm_rope: NormRopePlace
+    ) -> None:
         p, clocks = self._problem, self._clocks
         if split == "whole":
             for letter in "vkq":
@@ -118,7 +128,9 @@ class _Projection:
                 clocks.own_copy(self._elems[letter])
         else:
             groups = [len(group) for group in peer_groups(p.world_size, rank, split)]
-            if weights == "packed" and p.norm_rope.norm != "across_heads":
+            if norm_rope == "epilogue":
+                self._run_in_epilogue(groups)
+            elif weights == "packed" and p.norm_rope.norm != "across_heads":
                 self._run_packed(groups)
             else:
                 self._run_by_part(groups)
@@ -152,6 +164,13 @@ class _Projection:
                 self._transform(letter, ranks)
                 if letters == "vkq":
                     self._send(letter, ranks)
+
+    def _run_in_epilogue(self, groups: list[int]) -> None:
+        for peers in groups:
+            self._multiply("vkq", peers)
+            for letter in "vkq":
+                self._send(letter, peers)
+        self._multiply("vkq", 1)
 
     def _multiply(self, letters: str, ranks: int) -> None:
         """One GEMM of all of these."""
@@ -243,12 +262,13 @@ def forecast_before(
     constants: Constants,
     split: ProjectionSplit,
     weights: QkvWeights = "apart",
+    norm_rope: NormRopePlace = "apart",
 ) -> Forecast:
     """From the layer's input to Q, K and V on every rank."""
     return _slowest(
         problem,
         constants,
-        lambda clocks, rank: _Projection(clocks, problem).run(rank, split, weights),
+        lambda clocks, rank: _Projection(clocks, problem).run(rank, split, weights, norm_rope),
     )
 
 

@@ -26,6 +26,7 @@ from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
 from .projections import Projections, linear_of, norms_of, projections_of
 from .schedule import Problem, Schedule
+from .tail import Tail
 from .values_first import AttentionKernel
 from .windows import Window, reserve
 
@@ -127,6 +128,7 @@ class UlyssesAttention(nn.Module):
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
         self._packed = PackedWeights()
+        self._tail = Tail(comm.device) if comm.device.type == "cuda" else None
         self._may_pack = pack_weights
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
@@ -324,7 +326,8 @@ class UlyssesAttention(nn.Module):
                 (self.v, self.k, self.q), windows, kinds, norms, strict=True
             )
         )
-        stage = FirstStage(self.comm, self._norm_rope_kernel, self._packed, self.begin_exchange)
+        kept = (self._packed, self._tail)
+        stage = FirstStage(self.comm, self._norm_rope_kernel, *kept, self.begin_exchange)
         stage.run(x, (v, k, q), cos, sin, schedule)
         return q.window.tensor, k.window.tensor, v.window.tensor
 

@@ -13,6 +13,7 @@ without a kernel behind the GEMM.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +26,7 @@ from .fused_projection import FusedKernel, Parts
 from .peers_first import Projected, send_parts
 from .qkv_projection import project_qkv_into
 from .schedule import peer_groups
+from .tail import Tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,13 +220,19 @@ def project_in_epilogue(
     rank: int,
     split: Literal["peers", "destinations"],
     weights: PackedWeights,
+    tail: Tail | None,
     exchange: Exchange,
 ) -> None:
-    """As :func:`project_packed`, norm and RoPE in the epilogue of the GEMM; none across heads."""
+    """As :func:`project_packed`, norm and RoPE in the epilogue of the GEMM; none across heads.
+
+    On a GPU the own heads are computed in the tail of the last kernel for peers, so their views are
+    written before the first send.
+    """
     v, k, q = projected
     packed = weights.of(q, k, v)
+    exchange.follow_readers(v.window)
 
-    def run(ranks: range, outputs: Sequence[Sequence[Tensor]]) -> None:
+    def run(ranks: range, outputs: Sequence[Sequence[Tensor]], *, is_last: bool = False) -> None:
         project_qkv_into(
             x,
             *packed.rows_of(ranks),
@@ -236,14 +244,17 @@ def project_in_epilogue(
             norm=kernel.kind.norm,
             rope=kernel.kind.rope,
             eps=kernel.kind.eps,
+            launched=tail.launched if is_last and tail is not None else None,
         )
 
-    for ranks in peer_groups(v.window.layout.world_size, rank, split):
+    groups = peer_groups(v.window.layout.world_size, rank, split)
+    for ranks in groups:
         shapes = [(*x.shape[:2], heads, packed.head_dim) for heads in packed.heads]
         outputs = [[x.new_empty(shape) for _ in ranks] for shape in shapes]
-        run(ranks, outputs)
+        run(ranks, outputs, is_last=ranks == groups[-1])
         _send(projected, outputs[::-1], ranks, rank, exchange)
-    run(range(rank, rank + 1), [[one.window.own_view] for one in (q, k, v)])
+    with nullcontext() if tail is None else tail.filled():
+        run(range(rank, rank + 1), [[one.window.own_view] for one in (q, k, v)])
 
 
 def _send(

@@ -9,12 +9,22 @@ from typing import get_args
 
 from .constants import Constants
 from .forecast import AfterSplit, Forecast, forecast_after, forecast_before, forecast_gemms
-from .schedule import OutputSplit, Problem, ProjectionSplit, QkvWeights, Schedule
+from .qkv_projection import KERNEL_HEAD_DIM
+from .schedule import (
+    NormRopePlace,
+    OutputSplit,
+    Problem,
+    ProjectionSplit,
+    QkvWeights,
+    Schedule,
+)
 
 HEAD_CHUNKS = (2, 4)
 # Packed weights pay where the GEMMs of V, K and Q take 190 and 640 us, and not at 3450 us, on two
 # H200 (docs/design/schedule.md).
 PACKED_BELOW_US = 1000.0
+# One kernel for them, norm and RoPE included, pays at 190 us and not at 640 us (the same page).
+EPILOGUE_BELOW_US = 400.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,9 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     fits = problem.may_pack and not problem.norm_rope.is_identity
     packs = fits and gemms_us < PACKED_BELOW_US
     parts: QkvWeights = "packed" if packs else "apart"
-    before = {split: forecast_before(problem, constants, split, parts) for split in splits}
+    is_one = packs and _fits_one_kernel(problem) and gemms_us < EPILOGUE_BELOW_US
+    place: NormRopePlace = "epilogue" if is_one else "apart"
+    before = {split: forecast_before(problem, constants, split, parts, place) for split in splits}
     candidates: list[AfterSplit] = [
         (attention, output, 1) for attention, output in product(splits, get_args(OutputSplit))
     ]
@@ -66,12 +78,18 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     # To the picosecond: sums of the same parts in another order differ in their last bits.
     projection = min(before, key=lambda split: round(before[split].total_us, 6))
     rest = min(after, key=lambda split: round(after[split].total_us, 6))
-    weights = parts if projection != "whole" else "apart"
-    schedule = Schedule(projection, *rest, qkv_weights=weights)
+    weights, place = (parts, place) if projection != "whole" else ("apart", "apart")
+    schedule = Schedule(projection, *rest, qkv_weights=weights, norm_rope=place)
     copied = _packed_bytes(problem) if weights == "packed" else 0
     why = _explain_weights(problem, schedule, gemms_us)
     explanation = _explain(problem, constants, schedule, before, after)
     return Plan(schedule, f"{explanation}\n{why}", before, after, copied)
+
+
+def _fits_one_kernel(p: Problem) -> bool:
+    """Whether ``project_qkv_into`` has a kernel for these sizes, on the right GPU."""
+    is_16_bit = p.itemsize == 2
+    return p.head_dim == KERNEL_HEAD_DIM and is_16_bit and p.norm_rope.norm != "across_heads"
 
 
 def _packed_bytes(p: Problem) -> int:
@@ -92,11 +110,16 @@ def _explain_weights(p: Problem, schedule: Schedule, gemms_us: float) -> str:
             f"weights apart: whole GEMMs of {gemms_us:.1f} us are not under the "
             f"{PACKED_BELOW_US:.0f} us below which a packed copy pays"
         )
+    one = (
+        f"; under {EPILOGUE_BELOW_US:.0f} us, with norm and RoPE in the epilogue of their GEMM"
+        if schedule.norm_rope == "epilogue"
+        else ""
+    )
     names = "Q and K" if p.norm_rope.norm == "across_heads" else "Q, K and V"
     return (
         f"weights packed: whole GEMMs of {gemms_us:.1f} us are under {PACKED_BELOW_US:.0f} us; "
         f"where the fused kernel fits, the weights of {names} are held twice, "
-        f"{_packed_bytes(p)} bytes more"
+        f"{_packed_bytes(p)} bytes more{one}"
     )
 
 

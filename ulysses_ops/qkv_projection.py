@@ -25,7 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._native import NATIVE
-from .norm_rope_checks import ALIGNMENT, Norm, Options, Rope, check, is_in_place, refuse
+from .norm_rope_checks import (
+    ALIGNMENT,
+    Norm,
+    Options,
+    Rope,
+    check,
+    check_layout,
+    is_in_place,
+    refuse,
+)
 
 OP = "project_qkv_into"
 SCHEMA = (
@@ -159,13 +168,43 @@ def _by_operators(
     _check(x, weight, bias, outs, o)
     if not q_out:
         return
+    for name, parts in zip(("q_out", "k_out", "v_out"), outs, strict=True):
+        check_layout(OP, name, parts)
     in_order = [part for destination in zip(*outs, strict=True) for part in destination]
     heads = F.linear(x, weight, bias).unflatten(-1, (-1, q_out[0].shape[3]))
-    parts = heads.split([part.shape[2] for part in in_order], dim=2)
-    q, k, v = (list(parts[kind::3]) for kind in range(3))
+    pieces = heads.split([part.shape[2] for part in in_order], dim=2)
+    q, k, v = (list(pieces[kind::3]) for kind in range(3))
     torch.ops.ulysses.qk_norm_rope_into(q, k, q_out, k_out, *vars(o).values())
-    for out, part in zip(v_out, v, strict=True):
-        out.copy_(part)
+    for out, piece in zip(v_out, v, strict=True):
+        out.copy_(piece)
+
+
+def _takes(x: Tensor, outs: Sequence[Sequence[Tensor]], bias: Tensor | None, o: Options) -> bool:
+    """Whether the compiled kernel reads and writes all of this as it lies."""
+    parts = [part for parts in outs for part in parts]
+    parameters = [one for one in (bias, o.q_weight, o.k_weight, o.cos, o.sin) if one is not None]
+    return (
+        len(parts) > 0
+        and has_kernel(x, parts[0].shape[-1], o.norm, len(outs[0]))
+        and all(is_in_place(part) for part in parts)
+        and all(one.data_ptr() % ALIGNMENT == 0 for one in parameters)
+    )
+
+
+def _by_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    outs: Sequence[Sequence[Tensor]],
+    o: Options,
+    launched: int,
+) -> None:
+    """Launch the compiled kernel; ``launched`` is the handle of an event, or 0."""
+    _check(x, weight, bias, outs, o)
+    x, weight = (rows if _rows_in_place(rows) else rows.contiguous() for rows in (x, weight))
+    parameters = (o.q_weight, o.k_weight, o.cos, o.sin)
+    options = (o.norm, o.rope, o.eps, launched)
+    torch.ops.ulysses._project_qkv_sm90(x, weight, bias, *outs, *parameters, *options)
 
 
 def _on_cuda(
@@ -177,34 +216,11 @@ def _on_cuda(
     v_out: list[Tensor],
     *options: Any,
 ) -> None:
-    o = _options(*options)
-    outs = (*q_out, *k_out, *v_out)
-    parameters = [one for one in (bias, o.q_weight, o.k_weight, o.cos, o.sin) if one is not None]
-    if not (
-        outs
-        and has_kernel(x, outs[0].shape[-1], o.norm, len(q_out))
-        and all(is_in_place(out) for out in outs)
-        and all(one.data_ptr() % ALIGNMENT == 0 for one in parameters)
-    ):
-        _by_operators(x, weight, bias, q_out, k_out, v_out, *options)
-        return
-    _check(x, weight, bias, (q_out, k_out, v_out), o)
-    x, weight = (rows if _rows_in_place(rows) else rows.contiguous() for rows in (x, weight))
-    torch.ops.ulysses._project_qkv_sm90(
-        x,
-        weight,
-        bias,
-        q_out,
-        k_out,
-        v_out,
-        o.q_weight,
-        o.k_weight,
-        o.cos,
-        o.sin,
-        o.norm,
-        o.rope,
-        o.eps,
-    )
+    o, outs = _options(*options), (q_out, k_out, v_out)
+    if _takes(x, outs, bias, o):
+        _by_kernel(x, weight, bias, outs, o, 0)
+    else:
+        _by_operators(x, weight, bias, *outs, *options)
 
 
 def _fake(
@@ -246,6 +262,7 @@ def project_qkv_into(
     norm: Norm = "per_head",
     rope: Rope = "interleaved",
     eps: float = 1e-6,
+    launched: torch.cuda.Event | None = None,
 ) -> None:
     """Project, normalise and rotate, into memory that the caller has.
 
@@ -271,6 +288,10 @@ def project_qkv_into(
         norm: ``"per_head"`` or ``"none"``; a norm across heads needs whole rows.
         rope: As :func:`qk_norm_rope`.
         eps: Added to the mean of the squares.
+        launched: An event without timing. The kernel records it when all of its blocks have
+            started, so that a kernel of another stream which waits for it gets each multiprocessor
+            that this one leaves; that kernel must not need what this one writes. Without the
+            kernel it is recorded behind all of the work.
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong, or an input requires grad.
@@ -284,4 +305,12 @@ def project_qkv_into(
         refuse(OP, "an input requires grad; call it under torch.no_grad()")
     outs = (list(q_out), list(k_out), list(v_out))
     options = (q_weight, k_weight, cos, sin, norm, rope, eps)
+    o = _options(*options)
+    if launched is not None and _takes(x, outs, qkv_bias, o):
+        if launched.cuda_event == 0:
+            launched.record()  # PyTorch makes an event when it is recorded first
+        _by_kernel(x, qkv_weight, qkv_bias, outs, o, launched.cuda_event)
+        return
     torch.ops.ulysses.project_qkv_into(x, qkv_weight, qkv_bias, *outs, *options)
+    if launched is not None:
+        launched.record()

@@ -209,6 +209,15 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
 }
 
+void Group::follow_readers(const void* local_base, cudaStream_t caller) {
+  const CaptureId capture = admit(caller, "exchange");
+  const Channel& channel = channel_of(window(local_base, "exchange"));
+  const auto reader = channel.readers.find(capture);
+  if (reader != channel.readers.end() && reader->second != caller) {
+    lanes_.order(reader->second, {caller}, capture);
+  }
+}
+
 void Group::complete(const std::vector<const void*>& windows,
                      const std::vector<const void*>& sources, cudaStream_t caller) {
   const CaptureId capture = admit(caller, "complete");

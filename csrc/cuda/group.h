@@ -50,6 +50,10 @@ class Group {
   void send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
             CaptureId capture);
 
+  // Makes `caller` wait for earlier readers of the window's channel, as the send that opens a round
+  // does: for the producer of an own part that starts before that send.
+  void follow_readers(const void* local_base, cudaStream_t caller);
+
   // Completes the rounds that consist of exactly these windows and sources.
   void complete(const std::vector<const void*>& windows, const std::vector<const void*>& sources,
                 cudaStream_t caller);

@@ -206,8 +206,7 @@ void set_angles(const Problem& problem, const std::string& rope, ProjectionParam
 
 // (Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, Tensor(b!)[] k_out,
 // Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, str norm, str
-// rope, float eps)
-// -> ()
+// rope, float eps, int launched) -> ()
 void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
   Problem problem{to<Tensor>(stack[0]), to<Tensor>(stack[1]), {}, {}, {}, {}, {}};
   problem.bias = to<std::optional<Tensor>>(stack[2]);
@@ -221,6 +220,7 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   const std::string rope = take_string(stack[11]);
   const Tensor& x = problem.x;
   const Tensor& weight = problem.weight;
+  auto* const launched = reinterpret_cast<cudaEvent_t>(to<int64_t>(stack[13]));
   check_rows(x, weight);
   const int64_t device = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
@@ -235,11 +235,14 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   params.num_rows = static_cast<int32_t>(x.size(0) * x.size(1));
   params.depth = static_cast<int32_t>(x.size(2));
   if (params.num_rows == 0 || params.num_heads == 0) {
+    if (launched != nullptr) {
+      UOPS_CUDA_CHECK(cudaEventRecord(launched, current_stream(device)));
+    }
     return;
   }
   params.seq = Divisor(static_cast<uint32_t>(x.size(1)));
   const ProjectionOperands operands{x.data_ptr(), weight.data_ptr(), x.stride(1), weight.stride(0)};
-  kernel_of(x.scalar_type()).launch(operands, params, clusters, current_stream(device));
+  kernel_of(x.scalar_type()).launch(operands, params, clusters, current_stream(device), launched);
 }
 
 // As `_load_kernels`: how many kernels there are for this GPU.
@@ -260,7 +263,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def(
       "_project_qkv_sm90(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, "
       "Tensor(b!)[] k_out, Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, "
-      "Tensor? sin, str norm, str rope, float eps) -> ()");
+      "Tensor? sin, str norm, str rope, float eps, int launched) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {

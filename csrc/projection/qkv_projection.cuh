@@ -14,6 +14,7 @@
 #include <cutlass/half.h>
 #include <cutlass/numeric_conversion.h>
 
+#include <array>
 #include <cute/tensor.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/pipeline/pipeline.hpp>
@@ -370,19 +371,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// ---- host
-// ----------------------------------------------------------------------------------------
+// ---- host --------------------------------------------------------------------------------------
 
-// A launch of clusters; `cluster` outlives it.
+using LaunchAttributes = std::array<cudaLaunchAttribute, 2>;
+
+// A launch of clusters; `attributes` outlive it, and one is left for another.
 template <class T>
-cudaLaunchConfig_t launch_config(int num_clusters, cudaLaunchAttribute& cluster) {
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kClusterRows, 1, 1};
+cudaLaunchConfig_t launch_config(int num_clusters, LaunchAttributes& attributes) {
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kClusterRows, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned int>(num_clusters * kClusterRows));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Storage<T>);
-  config.attrs = &cluster;
+  config.attrs = attributes.data();
   config.numAttrs = 1;
   return config;
 }
@@ -394,8 +396,8 @@ const void* address() {
 
 template <class T>
 int load() {
-  cudaFuncAttributes attributes{};
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, address<T>());
+  cudaFuncAttributes found{};
+  const cudaError_t status = cudaFuncGetAttributes(&found, address<T>());
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     static_cast<void>(cudaGetLastError());  // nobody else is to meet it
     return 0;
@@ -403,8 +405,8 @@ int load() {
   UOPS_CUDA_CHECK(status);
   UOPS_CUDA_CHECK(cudaFuncSetAttribute(address<T>(), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        sizeof(Storage<T>)));
-  cudaLaunchAttribute cluster;
-  const cudaLaunchConfig_t config = launch_config<T>(1, cluster);
+  LaunchAttributes attributes;
+  const cudaLaunchConfig_t config = launch_config<T>(1, attributes);
   int num_clusters = 0;
   UOPS_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&num_clusters, address<T>(), &config));
   return num_clusters;
@@ -414,7 +416,7 @@ constexpr int num_tiles(int elems, int per_tile) { return (elems + per_tile - 1)
 
 template <class T>
 void launch(const ProjectionOperands& operands, const ProjectionParams& params, int num_clusters,
-            cudaStream_t stream) {
+            cudaStream_t stream, cudaEvent_t launched) {
   using Loop = MainLoop<T>;
   const typename Loop::Arguments tensors{static_cast<const T*>(operands.x),
                                          {operands.x_row, cute::_1{}, 0},
@@ -426,10 +428,15 @@ void launch(const ProjectionOperands& operands, const ProjectionParams& params, 
                          params,
                          {num_tiles(params.num_rows, kTileRows * kClusterRows),
                           num_tiles(params.num_heads, kHeadsPerTile)}};
-  cudaLaunchAttribute cluster;
+  LaunchAttributes attributes;
   cudaLaunchConfig_t config =
-      launch_config<T>(std::min(num_clusters, arguments.order.size()), cluster);
+      launch_config<T>(std::min(num_clusters, arguments.order.size()), attributes);
   config.stream = stream;
+  if (launched != nullptr) {
+    attributes[1].id = cudaLaunchAttributeLaunchCompletionEvent;
+    attributes[1].val.launchCompletionEvent = {launched, 0};
+    config.numAttrs = 2;
+  }
   void* pointers[] = {&arguments};
   UOPS_CUDA_CHECK(cudaLaunchKernelExC(&config, address<T>(), pointers));
 }

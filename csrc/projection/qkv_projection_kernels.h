@@ -18,11 +18,12 @@ struct ProjectionOperands {
 };
 
 // Of one element type. `load` returns the clusters that a device runs at once, 0 where no code for
-// it was built, and has to come first; `launch` is told them.
+// it was built, and has to come first; `launch` is told them. An event that is given is recorded
+// when all blocks have started; it must be without timing.
 struct ProjectionKernel {
   int (*load)() = nullptr;
   void (*launch)(const ProjectionOperands& operands, const ProjectionParams& params,
-                 int num_clusters, cudaStream_t stream) = nullptr;
+                 int num_clusters, cudaStream_t stream, cudaEvent_t launched) = nullptr;
 };
 
 ProjectionKernel projection_bf16();

@@ -82,6 +82,7 @@ ORDER = (
     "peers_first",
     "projections",
     "fused_projection",
+    "tail",
     "packed_projection",
     "first_stage",
     "layer_checks",

@@ -100,7 +100,7 @@ def test_what_is_refused() -> None:
     refused(r"qkv_bias is \(63,\); give 64", qkv_bias=torch.zeros(63))
     refused("qkv_weight has 80 rows, the outputs 64", qkv_weight=torch.zeros(80, 24))
     refused(r"q_weight is \(8,\); give 16", q_weight=torch.zeros(8))
-    refused("differ in dtype", q_weight=torch.zeros(16).half(), k_weight=torch.zeros(16))
+    refused("q_weight is torch.float16", q_weight=torch.zeros(16).half())
     refused("needs cos and sin", cos=None)
     refused(r"cos is \(4, 8\)", cos=torch.zeros(4, 8), sin=torch.zeros(4, 8))
     q, k, v = nan(2, 5, 2, 16), nan(2, 5, 1, 16), nan(2, 5, 1, 16)

@@ -106,7 +106,8 @@ def test_splitting_never_computes_less(p: Problem) -> None:
 def test_nothing_is_split_where_there_is_nothing_to_hide(p: Problem) -> None:
     """Packed weights alone may still pay: two GEMMs of a rank instead of three."""
     schedule = plan_schedule(p, FREE_LINK).schedule
-    assert replace(schedule, projection="whole", qkv_weights="apart") == PLAIN
+    plain = {"projection": "whole", "qkv_weights": "apart", "norm_rope": "apart"}
+    assert replace(schedule, **plain) == PLAIN
     assert (schedule.projection == "whole") is (schedule.qkv_weights == "apart")
 
 
@@ -194,6 +195,27 @@ def test_packed_parts_are_fewer_gemms() -> None:
     assert forecast_before(p, H200, "whole", "packed") == forecast_before(p, H200, "whole")
 
 
+def test_one_kernel_is_chosen_where_it_fits_and_pays() -> None:
+    """Heads of 128 in 16 bit, no norm across heads, short GEMMs."""
+    for p in (FLUX, replace(FLUX, kv_heads=8)):
+        chosen = plan_schedule(p, H200)
+        assert (chosen.schedule.qkv_weights, chosen.schedule.norm_rope) == ("packed", "epilogue")
+        assert "norm and RoPE in the epilogue" in chosen.explanation.splitlines()[-1]
+        packed = forecast_before(p, H200, "peers", "packed")
+        one = forecast_before(p, H200, "peers", "packed", "epilogue")
+        assert one == chosen.before["peers"]
+        assert one.computed_us < packed.computed_us
+    across = NormRope("across_heads", "interleaved")
+    for p in (
+        problem(6240, 40),
+        replace(FLUX, norm_rope=across),
+        replace(FLUX, itemsize=4),
+        replace(FLUX, heads=48, kv_heads=48, head_dim=64),
+        replace(FLUX, may_pack=False),
+    ):
+        assert plan_schedule(p, H200).schedule.norm_rope == "apart"
+
+
 def test_the_gemms_alone_are_those_of_whole_projections() -> None:
     plain = replace(FLUX, norm_rope=NormRope(), world_size=1)
     whole = forecast_before(plain, H200, "whole").total_us
@@ -239,6 +261,8 @@ def test_groups_hold_every_peer_once_in_rotated_order(world_size: int) -> None:
     [
         ({"projection": "rows"}, "projection='rows' must be one of"),
         ({"qkv_weights": "paired"}, "qkv_weights='paired' must be one of"),
+        ({"norm_rope": "before"}, "norm_rope='before' must be one of"),
+        ({"norm_rope": "epilogue"}, "norm_rope='epilogue' goes with qkv_weights='packed'"),
         ({"output": "heads"}, "output='heads' must be one of"),
         ({"attention": "heads", "output": "slabs"}, "'heads' goes with output='slabs' and 2"),
         ({"attention": "heads", "head_chunks": 2}, "'heads' goes with output='slabs' and 2"),

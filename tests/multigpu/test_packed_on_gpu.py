@@ -207,7 +207,8 @@ def in_epilogue(rank: int, world_size: int, batch: int, faults: int) -> tuple[in
             settle()
         for got, wanted in zip(found, expected, strict=True):
             pairs = zip(got, wanted, strict=True)
-            wrong[0] += sum(not torch.allclose(a, b, rtol=2e-2, atol=4e-2) for a, b in pairs)
+            # One rounding against three: within 2^-6 of the largest element.
+            wrong[0] += sum(bool((a - b).abs().max() > b.abs().max() / 64) for a, b in pairs)
         if faults == 0:
             cos, sin = given[0][1:]
             step = capture_step(comm, lambda x: layer.project(x, cos, sin), [given[0][0]])
