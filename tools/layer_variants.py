@@ -39,6 +39,8 @@ SCHEDULES: dict[str, Planned] = {
 }
 SPLIT_ALONE = "peers first without copies"
 HANDSHAKES_ALONE = "peers first with handshakes alone"
+EPILOGUE_ALONE = "one kernel without copies"
+EPILOGUE_HANDSHAKES = "one kernel with handshakes alone"
 LITTLE_ELEMS = 8
 
 

@@ -23,6 +23,8 @@ from ulysses_ops.tools.block_setting import Outputs, Run, Setting
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, BlockVariant
 from ulysses_ops.tools.layer_variants import (
     EPILOGUE,
+    EPILOGUE_ALONE,
+    EPILOGUE_HANDSHAKES,
     HANDSHAKES_ALONE,
     PACKED,
     SCHEDULES,
@@ -112,13 +114,14 @@ PROJECTIONS = (
     ),
     *(
         BlockVariant(
-            name,
-            partial(by_layer, name="peers first", kind=kind),
-            "none",
-            is_ours=True,
-            is_blind=True,
+            name, partial(by_layer, name=of, kind=kind), "none", is_ours=True, is_blind=True
         )
-        for name, kind in ((SPLIT_ALONE, SplitAlone), (HANDSHAKES_ALONE, HandshakesAlone))
+        for name, of, kind in (
+            (SPLIT_ALONE, "peers first", SplitAlone),
+            (HANDSHAKES_ALONE, "peers first", HandshakesAlone),
+            (EPILOGUE_ALONE, EPILOGUE, SplitAlone),
+            (EPILOGUE_HANDSHAKES, EPILOGUE, HandshakesAlone),
+        )
     ),
     BlockVariant(NAIVE, naive, "nccl"),
     BlockVariant("packed", packed, "nccl"),

@@ -111,7 +111,7 @@ def _explain_weights(p: Problem, schedule: Schedule, gemms_us: float) -> str:
             f"{PACKED_BELOW_US:.0f} us below which a packed copy pays"
         )
     one = (
-        f"; under {EPILOGUE_BELOW_US:.0f} us, with norm and RoPE in the epilogue of their GEMM"
+        f"; under {EPILOGUE_BELOW_US:.0f} us also with norm and RoPE in the epilogue of their GEMM"
         if schedule.norm_rope == "epilogue"
         else ""
     )

@@ -160,13 +160,11 @@ def model_layers(comm: UlyssesCommunicator) -> tuple[UlyssesAttention, UlyssesAt
     columns = {"q": 8 * 128, "k": 4 * 128, "v": 4 * 128}
     tensors = {name: numbers(count, MODEL["width"]) / 16 for name, count in columns.items()}
     tensors |= {f"{name}_bias": numbers(count) for name, count in columns.items()}
+    tensors |= {"out": numbers(64, columns["q"]), "q_norm": numbers(128), "k_norm": numbers(128)}
     layers = [
         UlyssesAttention.from_weights(
             comm,
             **tensors,
-            out=numbers(64, columns["q"]),
-            q_norm=numbers(128),
-            k_norm=numbers(128),
             num_heads=MODEL["num_heads"],
             num_kv_heads=MODEL["num_kv_heads"],
             norm_rope=NormRope("per_head", "interleaved"),
