@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ._native import NATIVE
+
 
 class Tail:
     """A stream for work that follows the start, and not the end, of a kernel of the caller's.
@@ -28,7 +30,11 @@ class Tail:
     def filled(self) -> Iterator[None]:
         """Make the stream current, behind ``launched``; afterwards the caller's waits for it."""
         caller = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_event(self.launched)
+        if NATIVE.projection:
+            handles = (self.launched.cuda_event, self._stream.cuda_stream)
+            torch.ops.ulysses._follow_launch(*handles)
+        else:
+            self._stream.wait_event(self.launched)
         try:
             with torch.cuda.stream(self._stream):
                 yield

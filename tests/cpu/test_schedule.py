@@ -106,8 +106,8 @@ def test_splitting_never_computes_less(p: Problem) -> None:
 def test_nothing_is_split_where_there_is_nothing_to_hide(p: Problem) -> None:
     """Packed weights alone may still pay: two GEMMs of a rank instead of three."""
     schedule = plan_schedule(p, FREE_LINK).schedule
-    plain = {"projection": "whole", "qkv_weights": "apart", "norm_rope": "apart"}
-    assert replace(schedule, **plain) == PLAIN
+    parts = replace(schedule, projection="whole", qkv_weights="apart", norm_rope="apart")
+    assert parts == PLAIN
     assert (schedule.projection == "whole") is (schedule.qkv_weights == "apart")
 
 

@@ -1,0 +1,50 @@
+// A stream behind the start of a kernel, for work in the kernel's tail.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "../check.h"
+
+namespace ulysses_ops {
+namespace {
+
+// Makes `stream` wait for an event that a launch records at its start. In a capture the stream is
+// then behind that start alone: what it held before is left out, since an edge from there, though
+// it says nothing new, makes the graph start the stream's kernel at the end of the other one.
+void follow_launch(int64_t event, int64_t stream_handle) {
+  auto* const stream = reinterpret_cast<cudaStream_t>(stream_handle);
+  UOPS_CUDA_CHECK(cudaStreamWaitEvent(stream, reinterpret_cast<cudaEvent_t>(event), 0));
+  cudaStreamCaptureStatus status{};
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  UOPS_CUDA_CHECK(
+      cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, &edges, &count));
+  if (status != cudaStreamCaptureStatusActive || edges == nullptr) {
+    return;
+  }
+  std::vector<cudaGraphNode_t> starts;
+  std::vector<cudaGraphEdgeData> from_starts;
+  for (size_t i = 0; i < count; ++i) {
+    if (edges[i].from_port == cudaGraphKernelNodePortLaunchCompletion) {
+      starts.push_back(nodes[i]);
+      from_starts.push_back(edges[i]);
+    }
+  }
+  if (!starts.empty() && starts.size() < count) {
+    UOPS_CUDA_CHECK(cudaStreamUpdateCaptureDependencies(stream, starts.data(), from_starts.data(),
+                                                        starts.size(),
+                                                        cudaStreamSetCaptureDependencies));
+  }
+}
+
+}  // namespace
+}  // namespace ulysses_ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) { m.def("_follow_launch(int event, int stream) -> ()"); }
+
+STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
+  m.impl("_follow_launch", TORCH_BOX(&ulysses_ops::follow_launch));
+}
