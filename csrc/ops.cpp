@@ -106,9 +106,9 @@ void remove_window(int64_t number, int64_t base) {
   LockedGroup(number, "reserve")->remove_window(reinterpret_cast<const void*>(base));
 }
 
-void follow_readers(int64_t number, int64_t base) {
+void open_round(int64_t number, int64_t base) {
   const LockedGroup group(number, "exchange");
-  group->follow_readers(reinterpret_cast<const void*>(base), current_stream(group->device()));
+  group->open(reinterpret_cast<const void*>(base), current_stream(group->device()));
 }
 
 std::string pending(int64_t number) {
@@ -238,7 +238,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
       "int "
       "head_total, int[] bases) -> ()");
   m.def("_ce_remove_window(int group, int base) -> ()");
-  m.def("_ce_follow_readers(int group, int base) -> ()");
+  m.def("_ce_open_round(int group, int base) -> ()");
   m.def("_ce_pending(int group) -> str");
   m.def("_ce_own_capture(int group) -> int");
   m.def("_ce_window_states(int group) -> int[]");
@@ -275,7 +275,7 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
   m.impl("_ce_run_handshakes", TORCH_BOX(&run_handshakes));
   m.impl("_ce_add_window", TORCH_BOX(&add_window));
   m.impl("_ce_remove_window", TORCH_BOX(&remove_window));
-  m.impl("_ce_follow_readers", TORCH_BOX(&follow_readers));
+  m.impl("_ce_open_round", TORCH_BOX(&open_round));
   m.impl("_ce_pending", TORCH_BOX(&pending));
   m.impl("_ce_own_capture", TORCH_BOX(&own_capture));
   m.impl("_ce_window_states", TORCH_BOX(&window_states));

@@ -58,6 +58,9 @@ class SplitAlone(UlyssesAttention):
 class SendsNothing(Exchange):
     """An exchange in name: nothing leaves, and nothing is waited for."""
 
+    def open(self, window: Window) -> None:
+        """Do nothing."""
+
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Do nothing."""
 
@@ -92,6 +95,10 @@ class SendsLittle(Exchange):
         self._little = window
         self._part = part
         self._has_sent = False
+
+    def open(self, window: Window) -> None:
+        """Open the round of what is sent instead."""
+        super().open(self._little)
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Send little instead, the first time."""

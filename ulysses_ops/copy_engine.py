@@ -140,9 +140,9 @@ class CopyEngineGroup:
         """Forget a window; refused while its channel has an exchange in flight."""
         torch.ops.ulysses._ce_remove_window(self.number, memory.pointers[self._rank])
 
-    def follow_readers(self, address: int) -> None:
-        """Order the current stream behind earlier readers of the channel of the window there."""
-        torch.ops.ulysses._ce_follow_readers(self.number, address)
+    def open_round(self, address: int) -> None:
+        """Open a round of the channel of the window there, behind the current stream."""
+        torch.ops.ulysses._ce_open_round(self.number, address)
 
     def run_handshakes(self, num_pairs: int) -> None:
         """Issue pairs of bare handshakes, for measurements. Collective."""

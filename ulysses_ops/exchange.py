@@ -150,15 +150,25 @@ class Exchange:
             self._windows.append(window)
         self._sources.append(x)
 
-    def follow_readers(self, window: Window) -> None:
-        """Order the current stream behind earlier readers of the window's channel on this rank.
+    def open(self, window: Window) -> None:
+        """Begin the round of the window's channel before its first send, which else does so.
 
-        The first send of a round does so too; this is for the producer of an own part that starts
-        before that send. Not collective.
+        What follows on the current stream may write own parts into the windows of the channel at
+        once, and the ranks have lined up by the time when the first part is ready.
+
+        Collective: every rank does, or none.
+
+        Raises:
+            UlyssesError: the channel has an exchange in flight.
         """
         engine = self._comm.copy_engine
-        if engine is not None and not torch.compiler.is_compiling():
-            engine.follow_readers(window.address)
+        if engine is None:
+            return
+        try:
+            engine.open_round(window.address)
+        except RuntimeError as error:
+            self._comm.check_open("exchange")
+            raise UlyssesError(_sentence(error)) from error
 
     def complete(self) -> None:
         """End all exchanges: windows may be read and sources reused on the current stream."""

@@ -11,9 +11,9 @@ from .fused_projection import FusedKernel, project_fused
 from .packed_projection import PackedWeights, can_keep, project_in_epilogue, project_packed
 from .part_norm_rope import NormRopeKernel, apply_norm_rope
 from .peers_first import BeginExchange, Projected, Rotation, project
+from .progress import Progress
 from .qkv_projection import has_kernel
 from .schedule import Schedule
-from .tail import Tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,14 @@ class FirstStage:
         kernel: Norm and RoPE in the caller's implementation; when left out, the fused kernel where
             it fits, else PyTorch's.
         weights: The copy that ``qkv_weights="packed"`` reads.
-        tail: What ``norm_rope="epilogue"`` computes the own heads in; none without a GPU.
+        progress: Of what ``norm_rope="epilogue"`` computes; none without a GPU.
         begin: Makes an exchange.
     """
 
     comm: UlyssesCommunicator
     kernel: NormRopeKernel | None
     weights: PackedWeights
-    tail: Tail | None
+    progress: Progress | None
     begin: BeginExchange
 
     def run(
@@ -60,7 +60,7 @@ class FirstStage:
         ):
             with self.begin() as exchange:
                 project_in_epilogue(
-                    x, projected, fused, rank, split, self.weights, self.tail, exchange
+                    x, projected, fused, rank, self.weights, self.progress, exchange
                 )
         else:
             with self.begin() as exchange:

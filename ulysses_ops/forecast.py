@@ -129,7 +129,7 @@ class _Projection:
         else:
             groups = [len(group) for group in peer_groups(p.world_size, rank, split)]
             if norm_rope == "epilogue":
-                self._run_in_epilogue(groups)
+                self._run_in_epilogue()
             elif weights == "packed" and p.norm_rope.norm != "across_heads":
                 self._run_packed(groups)
             else:
@@ -165,12 +165,17 @@ class _Projection:
                 if letters == "vkq":
                     self._send(letter, ranks)
 
-    def _run_in_epilogue(self, groups: list[int]) -> None:
-        for peers in groups:
-            self._multiply("vkq", peers)
+    def _run_in_epilogue(self) -> None:
+        """One GEMM; a rank's part of it is sent when its share of the time is over."""
+        clocks, world_size = self._clocks, self._problem.world_size
+        start = clocks.computing
+        self._multiply("vkq", world_size)
+        end = clocks.computing
+        for part in range(1, world_size):
+            clocks.computing = start + (end - start) * part / world_size
             for letter in "vkq":
-                self._send(letter, peers)
-        self._multiply("vkq", 1)
+                self._send(letter, 1)
+        clocks.computing = end
 
     def _multiply(self, letters: str, ranks: int) -> None:
         """One GEMM of all of these."""

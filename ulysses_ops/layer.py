@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ._native import NATIVE
 from .attention import out_specs, qkv_specs, sdpa, ulysses_attention
 from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
@@ -24,9 +25,9 @@ from .packed_projection import PackedWeights
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
 from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
+from .progress import Progress
 from .projections import Projections, linear_of, norms_of, projections_of
 from .schedule import Problem, Schedule
-from .tail import Tail
 from .values_first import AttentionKernel
 from .windows import Window, reserve
 
@@ -128,7 +129,8 @@ class UlyssesAttention(nn.Module):
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
         self._packed = PackedWeights()
-        self._tail = Tail(comm.device) if comm.device.type == "cuda" else None
+        on_gpu = comm.device.type == "cuda" and NATIVE.projection
+        self._progress = Progress(comm.device, comm.world_size) if on_gpu else None
         self._may_pack = pack_weights
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
@@ -326,7 +328,7 @@ class UlyssesAttention(nn.Module):
                 (self.v, self.k, self.q), windows, kinds, norms, strict=True
             )
         )
-        kept = (self._packed, self._tail)
+        kept = (self._packed, self._progress)
         stage = FirstStage(self.comm, self._norm_rope_kernel, *kept, self.begin_exchange)
         stage.run(x, (v, k, q), cos, sin, schedule)
         return q.window.tensor, k.window.tensor, v.window.tensor

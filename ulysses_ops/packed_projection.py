@@ -24,9 +24,9 @@ from torch import Tensor
 from .exchange import Exchange
 from .fused_projection import FusedKernel, Parts
 from .peers_first import Projected, send_parts
+from .progress import Progress
 from .qkv_projection import project_qkv_into
 from .schedule import peer_groups
-from .tail import Tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,11 @@ def _normalise(
         for one, parts in zip(pair, inputs, strict=True)
     ]
     kernel.run(*map(Parts.of, pair, inputs, outputs))
-    _send(pair[::-1], outputs[::-1], ranks, rank, exchange)
+    world_size = pair[0].window.layout.world_size
+    for peer in sorted(ranks, key=lambda other: (other - rank) % world_size):
+        if peer != rank:
+            for one, parts in zip(reversed(pair), reversed(outputs), strict=True):
+                exchange.send(parts[peer - ranks.start], one.window, peer=peer)
 
 
 def project_in_epilogue(
@@ -218,55 +222,46 @@ def project_in_epilogue(
     projected: tuple[Projected, Projected, Projected],
     kernel: FusedKernel,
     rank: int,
-    split: Literal["peers", "destinations"],
     weights: PackedWeights,
-    tail: Tail | None,
+    progress: Progress | None,
     exchange: Exchange,
 ) -> None:
-    """As :func:`project_packed`, norm and RoPE in the epilogue of the GEMM; none across heads.
+    """As :func:`project_packed`, by one operator for all ranks, with no norm across heads.
 
-    On a GPU the own heads are computed in the tail of the last kernel for peers, so their views are
-    written before the first send.
+    On a GPU a peer's heads leave while those of the next, and in the end the own ones, are being
+    computed.
     """
     v, k, q = projected
     packed = weights.of(q, k, v)
-    exchange.follow_readers(v.window)
-
-    def run(ranks: range, outputs: Sequence[Sequence[Tensor]], *, is_last: bool = False) -> None:
-        project_qkv_into(
-            x,
-            *packed.rows_of(ranks),
-            *outputs,
-            q_weight=q.norm_weight,
-            k_weight=k.norm_weight,
-            cos=kernel.cos,
-            sin=kernel.sin,
-            norm=kernel.kind.norm,
-            rope=kernel.kind.rope,
-            eps=kernel.kind.eps,
-            launched=tail.launched if is_last and tail is not None else None,
-        )
-
-    groups = peer_groups(v.window.layout.world_size, rank, split)
-    for ranks in groups:
-        shapes = [(*x.shape[:2], heads, packed.head_dim) for heads in packed.heads]
-        outputs = [[x.new_empty(shape) for _ in ranks] for shape in shapes]
-        run(ranks, outputs, is_last=ranks == groups[-1])
-        _send(projected, outputs[::-1], ranks, rank, exchange)
-    with nullcontext() if tail is None else tail.filled():
-        run(range(rank, rank + 1), [[one.window.own_view] for one in (q, k, v)])
-
-
-def _send(
-    projected: Sequence[Projected],
-    outputs: Sequence[Sequence[Tensor]],
-    ranks: range,
-    rank: int,
-    exchange: Exchange,
-) -> None:
-    """Send the peers among these ranks their parts, in rotated order."""
-    world_size = projected[0].window.layout.world_size
-    for peer in sorted(ranks, key=lambda other: (other - rank) % world_size):
-        if peer != rank:
-            for one, parts in zip(projected, outputs, strict=True):
-                exchange.send(parts[peer - ranks.start], one.window, peer=peer)
+    everyone = range(v.window.layout.world_size)
+    order = [(rank + step) % len(everyone) for step in (*everyone[1:], 0)]
+    exchange.open(v.window)
+    outputs = [
+        [
+            one.window.own_view
+            if peer == rank
+            else x.new_empty((*x.shape[:2], heads, packed.head_dim))
+            for peer in everyone
+        ]
+        for one, heads in zip((q, k, v), packed.heads, strict=True)
+    ]
+    project_qkv_into(
+        x,
+        *packed.rows_of(everyone),
+        *outputs,
+        q_weight=q.norm_weight,
+        k_weight=k.norm_weight,
+        cos=kernel.cos,
+        sin=kernel.sin,
+        norm=kernel.kind.norm,
+        rope=kernel.kind.rope,
+        eps=kernel.kind.eps,
+        order=order,
+        progress=progress,
+    )
+    with nullcontext() if progress is None else progress.following():
+        for peer in order[:-1]:
+            if progress is not None:
+                progress.wait(peer)
+            for one, parts in zip(projected, reversed(outputs), strict=True):
+                exchange.send(parts[peer], one.window, peer=peer)

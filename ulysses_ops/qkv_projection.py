@@ -35,6 +35,7 @@ from .norm_rope_checks import (
     is_in_place,
     refuse,
 )
+from .progress import Progress
 
 OP = "project_qkv_into"
 SCHEMA = (
@@ -45,7 +46,7 @@ SCHEMA = (
 HOPPER = (9, 0)
 KERNEL_HEAD_DIM = 128
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-KERNEL_DESTINATIONS = 10  # outputs that one launch is told of are 32
+KERNEL_DESTINATIONS = 10  # as in csrc/projection/qkv_projection.h
 MAX_SIZE = 2**31 - 1024
 
 
@@ -197,13 +198,19 @@ def _by_kernel(
     bias: Tensor | None,
     outs: Sequence[Sequence[Tensor]],
     o: Options,
-    launched: int,
+    order: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Launch the compiled kernel; ``launched`` is the handle of an event, or 0."""
+    """Launch the compiled kernel."""
     _check(x, weight, bias, outs, o)
+    launched, counters = 0, None
+    if progress is not None:
+        heads = [sum(part.shape[2] for part in parts) for parts in zip(*outs, strict=True)]
+        launched, counters = progress.expect(x.shape[0] * x.shape[1], heads), progress.counters
     x, weight = (rows if _rows_in_place(rows) else rows.contiguous() for rows in (x, weight))
     parameters = (o.q_weight, o.k_weight, o.cos, o.sin)
-    options = (o.norm, o.rope, o.eps, launched)
+    in_order = list(range(len(outs[0])) if order is None else order)
+    options = (o.norm, o.rope, o.eps, in_order, counters, launched)
     torch.ops.ulysses._project_qkv_sm90(x, weight, bias, *outs, *parameters, *options)
 
 
@@ -218,7 +225,7 @@ def _on_cuda(
 ) -> None:
     o, outs = _options(*options), (q_out, k_out, v_out)
     if _takes(x, outs, bias, o):
-        _by_kernel(x, weight, bias, outs, o, 0)
+        _by_kernel(x, weight, bias, outs, o)
     else:
         _by_operators(x, weight, bias, *outs, *options)
 
@@ -262,7 +269,8 @@ def project_qkv_into(
     norm: Norm = "per_head",
     rope: Rope = "interleaved",
     eps: float = 1e-6,
-    launched: torch.cuda.Event | None = None,
+    order: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Project, normalise and rotate, into memory that the caller has.
 
@@ -288,13 +296,11 @@ def project_qkv_into(
         norm: ``"per_head"`` or ``"none"``; a norm across heads needs whole rows.
         rope: As :func:`qk_norm_rope`.
         eps: Added to the mean of the squares.
-        launched: An event without timing. The kernel records it when all of its blocks have
-            started, so that a kernel of another stream which waits for it gets each multiprocessor
-            that this one leaves; that kernel must not need what this one writes. Without the
-            kernel it is recorded behind all of the work.
+        order: Of the destinations, as the kernel computes them; as they are given when left out.
+        progress: Counts what is written for each destination while the kernel runs, on a GPU.
 
     Raises:
-        ValueError: a shape, dtype, device or option is wrong, or an input requires grad.
+        ValueError: a shape, dtype, device, option or order is wrong, or an input requires grad.
 
     Not collective: nothing leaves this rank.
 
@@ -305,12 +311,12 @@ def project_qkv_into(
         refuse(OP, "an input requires grad; call it under torch.no_grad()")
     outs = (list(q_out), list(k_out), list(v_out))
     options = (q_weight, k_weight, cos, sin, norm, rope, eps)
+    if order is not None and sorted(order) != list(range(len(outs[0]))):
+        refuse(OP, f"order={list(order)} must name each of the {len(outs[0])} destinations once")
     o = _options(*options)
-    if launched is not None and _takes(x, outs, qkv_bias, o):
-        if launched.cuda_event == 0:
-            launched.record()  # PyTorch makes an event when it is recorded first
-        _by_kernel(x, qkv_weight, qkv_bias, outs, o, launched.cuda_event)
+    if (order is not None or progress is not None) and _takes(x, outs, qkv_bias, o):
+        _by_kernel(x, qkv_weight, qkv_bias, outs, o, order, progress)
         return
     torch.ops.ulysses.project_qkv_into(x, qkv_weight, qkv_bias, *outs, *options)
-    if launched is not None:
-        launched.record()
+    if progress is not None:
+        progress.expect_nothing()

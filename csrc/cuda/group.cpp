@@ -170,6 +170,27 @@ void Group::follow_reader(const Channel& channel, cudaStream_t caller, CaptureId
   }
 }
 
+// The handshake at the start of a round: every rank says that its windows are free, and waits until
+// those of the peers are.
+void Group::ask_for_space(const Channel& channel, const WindowInfo& window, CaptureId capture) {
+  if (path_.fault != Fault::kNoOpen) {
+    const uint32_t tag = tag_of(channel.key + window.tag + kOpenSalt);
+    shake(Step::kOpen, window.description, {{channel.empty, tag}}, capture);
+  }
+}
+
+void Group::open(const void* local_base, cudaStream_t caller) {
+  const CaptureId capture = admit(caller, "exchange");
+  const WindowInfo& info = window(local_base, "exchange");
+  Channel& channel = channel_of(info);
+  STD_TORCH_CHECK(channel.rounds.count(capture) == 0, "exchange: channel '", info.channel,
+                  "' has an exchange in flight; complete it before opening another");
+  lanes_.lead(caller, false, capture);
+  follow_reader(channel, caller, capture);
+  ask_for_space(channel, info, capture);
+  channel.rounds[capture];
+}
+
 void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
                  CaptureId capture) {
   Channel& channel = channel_of(window);
@@ -198,24 +219,14 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   if (capture != 0) {
     issue(true);
   }
-  if (opens && path_.fault != Fault::kNoOpen) {
-    const uint32_t tag = tag_of(channel.key + window.tag + kOpenSalt);
-    shake(Step::kOpen, window.description, {{channel.empty, tag}}, capture);
+  if (opens) {
+    ask_for_space(channel, window, capture);
   }
   issue(false);
   if (capture == 0) {
     issue(true);
   }
   channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
-}
-
-void Group::follow_readers(const void* local_base, cudaStream_t caller) {
-  const CaptureId capture = admit(caller, "exchange");
-  const Channel& channel = channel_of(window(local_base, "exchange"));
-  const auto reader = channel.readers.find(capture);
-  if (reader != channel.readers.end() && reader->second != caller) {
-    lanes_.order(reader->second, {caller}, capture);
-  }
 }
 
 void Group::complete(const std::vector<const void*>& windows,

@@ -50,9 +50,10 @@ class Group {
   void send(WindowInfo& window, Source source, int64_t peer, cudaStream_t caller,
             CaptureId capture);
 
-  // Makes `caller` wait for earlier readers of the window's channel, as the send that opens a round
-  // does: for the producer of an own part that starts before that send.
-  void follow_readers(const void* local_base, cudaStream_t caller);
+  // Opens a round of the window's channel before its first send: what the peers wait for is then on
+  // its way while that send is still being computed, and `caller` is behind earlier readers of the
+  // channel, so that it may write own parts.
+  void open(const void* local_base, cudaStream_t caller);
 
   // Completes the rounds that consist of exactly these windows and sources.
   void complete(const std::vector<const void*>& windows, const std::vector<const void*>& sources,
@@ -99,6 +100,7 @@ class Group {
   Channel& channel_of(const WindowInfo& window);
   const Channel& channel_of(const WindowInfo& window) const;
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
+  void ask_for_space(const Channel& channel, const WindowInfo& window, CaptureId capture);
   // A handshake on the copy stream, with a number in the log.
   void shake(Step step, std::shared_ptr<const std::string> subject, std::vector<Awaited> awaited,
              CaptureId capture);

@@ -105,8 +105,8 @@ bool overlap(const Tensor& one, const Tensor& other) {
   return one_begin < other_end && other_begin < one_end;
 }
 
-ProjectionSpan span_of(const Tensor& out, Part part, int64_t first_head, const Tensor& x,
-                       const Tensor& weight) {
+ProjectionSpan span_of(const Tensor& out, Part part, int32_t destination, int64_t first_head,
+                       const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(out.dim() == 4 && out.size(0) == x.size(0) && out.size(1) == x.size(1) &&
                       out.size(3) == kProjectionHeadDim,
                   kOp, ": outputs must be (B, S, heads, ", kProjectionHeadDim,
@@ -123,7 +123,8 @@ ProjectionSpan span_of(const Tensor& out, Part part, int64_t first_head, const T
       !overlap(out, x) && !overlap(out, weight), kOp,
       ": an output lies between the first and the last element of an input; give memory "
       "of its own");
-  return {out.data_ptr(), out.stride(0), out.stride(1), static_cast<int32_t>(first_head), part};
+  return {out.data_ptr(), out.stride(0), out.stride(1), static_cast<int32_t>(first_head),
+          destination,    part};
 }
 
 const void* parameter(const std::optional<Tensor>& tensor, int64_t num_elems, ScalarType dtype,
@@ -149,27 +150,57 @@ Rope rope_of(const std::string& name) {
   return name == "interleaved" ? Rope::kInterleaved : Rope::kHalfSplit;
 }
 
-void set_spans(const Problem& problem, ProjectionParams& params) {
+// Returns the heads of each destination.
+std::vector<int32_t> set_spans(const Problem& problem, ProjectionParams& params) {
   const size_t num_destinations = problem.outs[0].size();
   STD_TORCH_CHECK(
       problem.outs[1].size() == num_destinations && problem.outs[2].size() == num_destinations &&
           3 * num_destinations <= kMaxProjectionSpans,
       kOp, ": q_out, k_out and v_out must have as many parts, at most ", kMaxProjectionSpans / 3);
   int64_t heads = 0;
+  std::vector<int32_t> by_destination;
   for (size_t destination = 0; destination < num_destinations; ++destination) {
+    const int64_t before = heads;
     for (int part = 0; part < 3; ++part) {
       const Tensor& out = problem.outs[part][destination];
       if (out.size(2) == 0) {
         continue;
       }
       params.spans[params.num_spans++] =
-          span_of(out, static_cast<Part>(part), heads, problem.x, problem.weight);
+          span_of(out, static_cast<Part>(part), static_cast<int32_t>(destination), heads, problem.x,
+                  problem.weight);
       heads += out.size(2);
     }
+    by_destination.push_back(static_cast<int32_t>(heads - before));
   }
   STD_TORCH_CHECK(heads * kProjectionHeadDim == problem.weight.size(0), kOp, ": qkv_weight has ",
                   problem.weight.size(0), " rows for ", heads, " heads of ", kProjectionHeadDim);
   params.num_heads = static_cast<int32_t>(heads);
+  return by_destination;
+}
+
+// Every destination once, as the order of a launch.
+std::vector<int32_t> order_of(const std::vector<int64_t>& given, size_t num_destinations) {
+  std::vector<bool> seen(num_destinations, false);
+  for (const int64_t destination : given) {
+    const bool is_new =
+        destination >= 0 && destination < static_cast<int64_t>(seen.size()) && !seen[destination];
+    STD_TORCH_CHECK(is_new, kOp, ": order names destination ", destination, " of ",
+                    num_destinations, " more than once, or there is none");
+    seen[destination] = true;
+  }
+  STD_TORCH_CHECK(given.size() == num_destinations, kOp, ": order names ", given.size(), " of ",
+                  num_destinations, " destinations; name all");
+  return {given.begin(), given.end()};
+}
+
+int32_t* counters(const Tensor& progress, size_t num_destinations, int64_t device) {
+  STD_TORCH_CHECK(progress.is_cuda() && progress.get_device_index() == device &&
+                      progress.scalar_type() == ScalarType::Int && progress.is_contiguous() &&
+                      progress.numel() >= static_cast<int64_t>(num_destinations),
+                  kOp, ": progress must hold an int32 for each of ", num_destinations,
+                  " destinations, contiguous, on GPU ", device);
+  return static_cast<int32_t*>(progress.data_ptr());
 }
 
 void set_norm(const Problem& problem, const std::string& name, double eps,
@@ -206,7 +237,7 @@ void set_angles(const Problem& problem, const std::string& rope, ProjectionParam
 
 // (Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, Tensor(b!)[] k_out,
 // Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, str norm, str
-// rope, float eps, int launched) -> ()
+// rope, float eps, int[] order, Tensor(d!)? progress, int launched) -> ()
 void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
   Problem problem{to<Tensor>(stack[0]), to<Tensor>(stack[1]), {}, {}, {}, {}, {}};
   problem.bias = to<std::optional<Tensor>>(stack[2]);
@@ -220,29 +251,37 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   const std::string rope = take_string(stack[11]);
   const Tensor& x = problem.x;
   const Tensor& weight = problem.weight;
-  auto* const launched = reinterpret_cast<cudaEvent_t>(to<int64_t>(stack[13]));
+  const auto order = to<std::vector<int64_t>>(stack[13]);
+  const auto progress = to<std::optional<Tensor>>(stack[14]);
+  Launch where;
+  where.launched = reinterpret_cast<cudaEvent_t>(to<int64_t>(stack[15]));
   check_rows(x, weight);
   const int64_t device = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
-  const int clusters = num_clusters(x.scalar_type(), device);
-  STD_TORCH_CHECK(clusters > 0, kOp, ": no code for GPU ", device,
+  where.num_clusters = num_clusters(x.scalar_type(), device);
+  where.stream = current_stream(device);
+  STD_TORCH_CHECK(where.num_clusters > 0, kOp, ": no code for GPU ", device,
                   " was built; it needs compute capability 9.0");
   ProjectionParams params;
-  set_spans(problem, params);
+  where.heads = set_spans(problem, params);
+  where.order = order_of(order, where.heads.size());
+  if (progress.has_value()) {
+    params.progress = counters(*progress, where.heads.size(), device);
+  }
   set_norm(problem, norm, to<double>(stack[12]), params);
   set_angles(problem, rope, params);
   params.bias = parameter(problem.bias, weight.size(0), x.scalar_type(), x, "qkv_bias");
   params.num_rows = static_cast<int32_t>(x.size(0) * x.size(1));
   params.depth = static_cast<int32_t>(x.size(2));
   if (params.num_rows == 0 || params.num_heads == 0) {
-    if (launched != nullptr) {
-      UOPS_CUDA_CHECK(cudaEventRecord(launched, current_stream(device)));
+    if (where.launched != nullptr) {
+      UOPS_CUDA_CHECK(cudaEventRecord(where.launched, where.stream));
     }
     return;
   }
   params.seq = Divisor(static_cast<uint32_t>(x.size(1)));
   const ProjectionOperands operands{x.data_ptr(), weight.data_ptr(), x.stride(1), weight.stride(0)};
-  kernel_of(x.scalar_type()).launch(operands, params, clusters, current_stream(device), launched);
+  kernel_of(x.scalar_type()).launch(operands, params, where);
 }
 
 // As `_load_kernels`: how many kernels there are for this GPU.
@@ -252,7 +291,21 @@ int64_t load_projection(int64_t device) {
   for (const ScalarType dtype : {ScalarType::Half, ScalarType::BFloat16}) {
     count += num_clusters(dtype, device) > 0 ? 1 : 0;
   }
-  return count;
+  return count + (load_await_progress() ? 1 : 0);
+}
+
+// The current stream waits until the heads of one destination of a projection that is under way are
+// all stored; its counter is then 0 again.
+void await_projection(const Tensor& progress, int64_t destination, int64_t rows, int64_t heads) {
+  const int64_t device = progress.get_device_index();
+  int32_t* const counter = counters(progress, static_cast<size_t>(destination + 1), device);
+  STD_TORCH_CHECK(destination >= 0 && rows >= 0 && heads >= 0, kOp, ": destination ", destination,
+                  ", rows ", rows, " and heads ", heads, " must not be negative");
+  const auto target = static_cast<int32_t>(heads * warps_of_head(static_cast<int32_t>(rows)));
+  if (target > 0) {
+    const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
+    await_progress(counter + destination, target, current_stream(device));
+  }
 }
 
 }  // namespace
@@ -260,10 +313,12 @@ int64_t load_projection(int64_t device) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ulysses, m) {
   m.def("_load_projection(int device) -> int");
+  m.def("_await_projection(Tensor(a!) progress, int destination, int rows, int heads) -> ()");
   m.def(
       "_project_qkv_sm90(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, "
       "Tensor(b!)[] k_out, Tensor(c!)[] v_out, Tensor? q_weight, Tensor? k_weight, Tensor? cos, "
-      "Tensor? sin, str norm, str rope, float eps, int launched) -> ()");
+      "Tensor? sin, str norm, str rope, float eps, int[] order, Tensor(d!)? progress, int "
+      "launched) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
@@ -272,4 +327,5 @@ STABLE_TORCH_LIBRARY_IMPL(ulysses, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(ulysses, CUDA, m) {
   m.impl("_project_qkv_sm90", &ulysses_ops::project_qkv);
+  m.impl("_await_projection", TORCH_BOX(&ulysses_ops::await_projection));
 }

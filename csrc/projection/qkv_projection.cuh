@@ -27,10 +27,7 @@ namespace projection {
 
 inline constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 inline constexpr int kThreads = 3 * kGroupThreads;
-inline constexpr int kTileRows = 64;
 inline constexpr int kHeadsPerTile = 2;
-inline constexpr int kClusterRows = 2;  // tiles one below the other that share the columns of W
-inline constexpr int kWarpRows = 16;
 inline constexpr int kEightColumns = kProjectionHeadDim / 8;  // of a head
 inline constexpr int kPairs = 16;                             // of a head's row in one thread
 inline constexpr int kPassColumns = 64;                       // that a warp stages at a time
@@ -66,7 +63,7 @@ template <class T>
 struct Arguments {
   typename MainLoop<T>::Params main_loop;
   ProjectionParams params;
-  TileOrder order;  // a tile down is one of a cluster
+  TileOrder order;  // a tile of rows is one of a cluster
 };
 
 // What a thread rotates its two rows with.
@@ -154,6 +151,17 @@ class HeadOfWarp {
       rotate<Rope::kInterleaved>(angles);
     } else if (params_.rope == Rope::kHalfSplit) {
       rotate<Rope::kHalfSplit>(angles);
+    }
+  }
+
+  // What a warp stored is there for whoever sees that its progress has risen.
+  __device__ void tell() const {
+    if (params_.progress != nullptr) {
+      __threadfence();
+      __syncwarp();
+      if (lane_ == 0) {
+        atomicAdd(params_.progress + span_.destination, 1);
+      }
     }
   }
 
@@ -315,7 +323,7 @@ __device__ void run(const Arguments<T>& arguments, Storage<T>& storage) {
     cutlass::arch::warpgroup_reg_dealloc<40>();
     if (warp == 0) {
       auto state = cutlass::make_producer_start_state<Pipeline>();
-      for (int i = cluster; i < arguments.order.size(); i += num_clusters) {
+      for (int i = cluster; i < arguments.order.size; i += num_clusters) {
         const TileOrder::Tile tile = arguments.order.at(i);
         const int row = tile.row * kClusterRows + static_cast<int>(in_cluster);
         loop.load(arguments.main_loop, pipeline, state, inputs, make_coord(row, tile.column, _, 0),
@@ -333,7 +341,7 @@ __device__ void run(const Arguments<T>& arguments, Storage<T>& storage) {
   if (group == 2) {
     state.advance(num_depth_tiles);
   }
-  for (int i = cluster + (group - 1) * num_clusters; i < arguments.order.size();
+  for (int i = cluster + (group - 1) * num_clusters; i < arguments.order.size;
        i += 2 * num_clusters) {
     const TileOrder::Tile tile = arguments.order.at(i);
     const int row0 = (tile.row * kClusterRows + static_cast<int>(in_cluster)) * kTileRows +
@@ -357,6 +365,7 @@ __device__ void run(const Arguments<T>& arguments, Storage<T>& storage) {
         head.add_bias();
         head.normalise_and_rotate(storage.epilogue.norm, angles);
         head.store(row0, storage.epilogue.staging[warp - 4]);
+        head.tell();
       }
     }
   }
@@ -412,11 +421,9 @@ int load() {
   return num_clusters;
 }
 
-constexpr int num_tiles(int elems, int per_tile) { return (elems + per_tile - 1) / per_tile; }
-
 template <class T>
-void launch(const ProjectionOperands& operands, const ProjectionParams& params, int num_clusters,
-            cudaStream_t stream, cudaEvent_t launched) {
+void launch(const ProjectionOperands& operands, const ProjectionParams& params,
+            const Launch& where) {
   using Loop = MainLoop<T>;
   const typename Loop::Arguments tensors{static_cast<const T*>(operands.x),
                                          {operands.x_row, cute::_1{}, 0},
@@ -424,17 +431,16 @@ void launch(const ProjectionOperands& operands, const ProjectionParams& params, 
                                          {operands.weight_row, cute::_1{}, 0}};
   const auto shape =
       cute::make_shape(params.num_rows, params.num_heads * kProjectionHeadDim, params.depth, 1);
-  Arguments<T> arguments{Loop::to_underlying_arguments(shape, tensors, nullptr),
-                         params,
-                         {num_tiles(params.num_rows, kTileRows * kClusterRows),
-                          num_tiles(params.num_heads, kHeadsPerTile)}};
+  Arguments<T> arguments{
+      Loop::to_underlying_arguments(shape, tensors, nullptr), params,
+      order_tiles(cluster_tiles(params.num_rows), kHeadsPerTile, where.heads, where.order)};
   LaunchAttributes attributes;
   cudaLaunchConfig_t config =
-      launch_config<T>(std::min(num_clusters, arguments.order.size()), attributes);
-  config.stream = stream;
-  if (launched != nullptr) {
+      launch_config<T>(std::min(where.num_clusters, arguments.order.size), attributes);
+  config.stream = where.stream;
+  if (where.launched != nullptr) {
     attributes[1].id = cudaLaunchAttributeLaunchCompletionEvent;
-    attributes[1].val.launchCompletionEvent = {launched, 0};
+    attributes[1].val.launchCompletionEvent = {where.launched, 0};
     config.numAttrs = 2;
   }
   void* pointers[] = {&arguments};

@@ -13,13 +13,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "../kernels/norm_rope.h"
 
 namespace ulysses_ops {
 
 inline constexpr int32_t kProjectionHeadDim = 128;
-inline constexpr int32_t kMaxProjectionSpans = 32;
+inline constexpr int32_t kMaxDestinations = 10;
+inline constexpr int32_t kMaxProjectionSpans = 3 * kMaxDestinations;
 
 enum class Part : int32_t { kQ, kK, kV };
 
@@ -29,6 +31,7 @@ struct ProjectionSpan {
   int64_t out_batch = 0;
   int64_t out_row = 0;
   int32_t first_head = 0;  // among the columns
+  int32_t destination = 0;
   Part part = Part::kV;
 };
 
@@ -38,6 +41,7 @@ struct ProjectionParams {
   const void* norm[2] = {nullptr, nullptr};  // (kHeadDim,) for Q and K; null: all ones
   const float* cos = nullptr;                // (S, table_width)
   const float* sin = nullptr;
+  int32_t* progress = nullptr;  // by destination, rises as warps have stored heads; null: untold
   int32_t num_spans = 0;
   int32_t num_heads = 0;    // of all spans
   int32_t num_rows = 0;     // batch * sequence
@@ -59,30 +63,72 @@ UOPS_HOST_DEVICE int32_t span_at(const ProjectionParams& params, int32_t head) {
   return span;
 }
 
-// The tiles of a launch by the order in which clusters take them: clusters that run at once work in
-// a block of `kRowsAtOnce` tiles of rows and all the columns that are left for the others, so that
-// what they read of x and of W stays in the L2 cache.
+// The tiles of a launch by the order in which clusters take them: destination after destination,
+// and of one, a block of `kRowsAtOnce` tiles of rows after the other, so that what clusters which
+// run at once read of x and of W stays in the L2 cache.
 struct TileOrder {
   static constexpr int32_t kRowsAtOnce = 8;
-
-  int32_t num_rows = 0;  // tiles down
-  int32_t num_columns = 0;
 
   struct Tile {
     int32_t row = 0;
     int32_t column = 0;
   };
+  // Neighbouring columns of tiles.
+  struct Slab {
+    int32_t first_tile = 0;  // tiles of slabs that come before
+    int32_t first_column = 0;
+    int32_t num_columns = 0;
+  };
 
-  UOPS_HOST_DEVICE int32_t size() const { return num_rows * num_columns; }
+  Slab slabs[kMaxDestinations];
+  int32_t num_slabs = 0;
+  int32_t num_rows = 0;  // tiles down
+  int32_t size = 0;      // tiles
 
   UOPS_HOST_DEVICE Tile at(int32_t index) const {
-    const int32_t in_block = kRowsAtOnce * num_columns;
-    const int32_t first = index / in_block * kRowsAtOnce;
-    const int32_t rest = index % in_block;
+    int32_t which = 0;
+    for (int32_t i = 1; i < num_slabs; ++i) {
+      which += index >= slabs[i].first_tile ? 1 : 0;
+    }
+    const Slab& slab = slabs[which];
+    const int32_t in_block = kRowsAtOnce * slab.num_columns;
+    const int32_t in_slab = index - slab.first_tile;
+    const int32_t first = in_slab / in_block * kRowsAtOnce;
+    const int32_t rest = in_slab % in_block;
     const int32_t left = num_rows - first;
     const int32_t rows = left < kRowsAtOnce ? left : kRowsAtOnce;
-    return {first + rest % rows, rest / rows};
+    return {first + rest % rows, slab.first_column + rest / rows};
   }
 };
+
+// `heads` are those of each destination, in the order of the columns; `order` names destinations. A
+// tile with heads of two of them comes with the earlier one.
+inline TileOrder order_tiles(int32_t num_rows, int32_t heads_per_tile,
+                             const std::vector<int32_t>& heads, const std::vector<int32_t>& order) {
+  std::vector<int32_t> first_head(heads.size() + 1, 0);
+  for (size_t i = 0; i < heads.size(); ++i) {
+    first_head[i + 1] = first_head[i] + heads[i];
+  }
+  std::vector<bool> taken((first_head.back() + heads_per_tile - 1) / heads_per_tile, false);
+  TileOrder result;
+  result.num_rows = num_rows;
+  for (const int32_t destination : order) {
+    int32_t column = first_head[destination] / heads_per_tile;
+    int32_t end = (first_head[destination + 1] + heads_per_tile - 1) / heads_per_tile;
+    while (column < end && taken[column]) {
+      ++column;
+    }
+    while (column < end && taken[end - 1]) {
+      --end;
+    }
+    if (heads[destination] == 0 || column == end) {
+      continue;
+    }
+    std::fill(taken.begin() + column, taken.begin() + end, true);
+    result.slabs[result.num_slabs++] = {result.size, column, end - column};
+    result.size += num_rows * (end - column);
+  }
+  return result;
+}
 
 }  // namespace ulysses_ops

@@ -1,8 +1,10 @@
 // The order in which the clusters of a fused projection take its tiles, and the spans of its heads.
 #include "../../csrc/projection/qkv_projection.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <set>
 #include <utility>
 #include <vector>
@@ -11,6 +13,7 @@ using namespace ulysses_ops;
 
 namespace {
 
+constexpr int kHeadsPerTile = 2;
 int failures = 0;
 
 void expect(bool condition, const char* what, int rows, int columns) {
@@ -20,24 +23,52 @@ void expect(bool condition, const char* what, int rows, int columns) {
   }
 }
 
-void takes_each_tile_once(int rows, int columns) {
-  const TileOrder order{rows, columns};
+void takes_each_tile_once(int rows, const std::vector<int>& heads,
+                          const std::vector<int>& sequence) {
+  const TileOrder order = order_tiles(rows, kHeadsPerTile, heads, sequence);
+  const int num_heads = std::accumulate(heads.begin(), heads.end(), 0);
+  const int columns = (num_heads + kHeadsPerTile - 1) / kHeadsPerTile;
   std::set<std::pair<int, int>> seen;
   bool is_within = true;
-  for (int i = 0; i < order.size(); ++i) {
+  for (int i = 0; i < order.size; ++i) {
     const TileOrder::Tile tile = order.at(i);
     is_within &= tile.row >= 0 && tile.row < rows && tile.column >= 0 && tile.column < columns;
     seen.emplace(tile.row, tile.column);
   }
+  expect(order.size == rows * columns, "another number of tiles", rows, columns);
   expect(is_within, "a tile lies outside", rows, columns);
   expect(static_cast<int>(seen.size()) == rows * columns, "a tile is left out", rows, columns);
+}
+
+// After the tiles of a destination and those before it, all of its heads have been computed.
+void finishes_destinations_in_order(int rows, const std::vector<int>& heads,
+                                    const std::vector<int>& sequence) {
+  const TileOrder order = order_tiles(rows, kHeadsPerTile, heads, sequence);
+  std::vector<int> owner;  // of each head
+  for (size_t i = 0; i < heads.size(); ++i) {
+    owner.insert(owner.end(), heads[i], static_cast<int>(i));
+  }
+  std::vector<int> last(heads.size(), -1);  // tile that completes a destination
+  for (int i = 0; i < order.size; ++i) {
+    const int first = order.at(i).column * kHeadsPerTile;
+    const int end = std::min<int>(first + kHeadsPerTile, static_cast<int>(owner.size()));
+    for (int head = first; head < end; ++head) {
+      last[owner[head]] = i;
+    }
+  }
+  int before = 0;
+  for (const int destination : sequence) {
+    before += heads[destination];
+    const int most = rows * ((before + 1) / kHeadsPerTile + static_cast<int>(heads.size()));
+    expect(last[destination] < most, "a destination is late", rows, destination);
+  }
 }
 
 // What 66 clusters, a whole H200, read at once: few rows of x, and few columns of W.
 void stays_in_a_block(int rows, int columns) {
   constexpr int kAtOnce = 66;
-  const TileOrder order{rows, columns};
-  for (int first = 0; first + kAtOnce <= order.size(); first += kAtOnce) {
+  const TileOrder order = order_tiles(rows, 1, {columns}, {0});
+  for (int first = 0; first + kAtOnce <= order.size; first += kAtOnce) {
     std::set<int> rows_read;
     std::set<int> columns_read;
     for (int i = first; i < first + kAtOnce; ++i) {
@@ -67,9 +98,15 @@ void finds_the_span_of_each_head(const std::vector<int>& heads) {
 }  // namespace
 
 int main() {
-  for (int rows = 1; rows <= 40; ++rows) {
-    for (const int columns : {1, 2, 5, 8, 18, 36, 60}) {
-      takes_each_tile_once(rows, columns);
+  for (const int rows : {1, 7, 8, 9, 18, 40}) {
+    for (const std::vector<int>& heads :
+         {std::vector<int>{36, 36}, {9, 9, 9, 9}, {1}, {3, 0, 5}, {1, 1, 1, 1, 1}, {2, 7, 4}}) {
+      std::vector<int> sequence(heads.size());
+      std::iota(sequence.begin(), sequence.end(), 0);
+      do {
+        takes_each_tile_once(rows, heads, sequence);
+        finishes_destinations_in_order(rows, heads, sequence);
+      } while (std::next_permutation(sequence.begin(), sequence.end()));
     }
   }
   stays_in_a_block(18, 36);

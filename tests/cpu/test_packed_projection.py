@@ -19,7 +19,7 @@ from ulysses_ops.norm_rope_checks import Norm
 from ulysses_ops.packed_projection import Packed, PackedWeights
 from ulysses_ops.peers_first import Projected
 from ulysses_ops.qkv_projection import project_qkv_into
-from ulysses_ops.schedule import QkvWeights, peer_groups
+from ulysses_ops.schedule import QkvWeights
 from ulysses_ops.windows import Window
 
 Ranks = Callable[[int], RankPool]
@@ -66,9 +66,8 @@ def compared_in_epilogue(rank: int, world_size: int, batch: int) -> int:
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 1), (2, 2), (4, 1)])
 def test_norm_and_rope_in_the_epilogue_agree(ranks: Ranks, world_size: int, batch: int) -> None:
     calls = ranks(world_size).run(compared_in_epilogue, batch, timeout_s=120)
-    # Two kinds without a norm across heads, each twice: peers together, and by destination.
-    groups = [len(peer_groups(world_size, rank, "peers")) for rank in range(world_size)]
-    assert calls == [4 * (count + 1 + world_size) for count in groups]
+    # Two kinds have no norm across heads, two splits are in parts, and there are two inputs.
+    assert calls == [8] * world_size
 
 
 def swapped(rank: int, world_size: int) -> None:

@@ -12,7 +12,8 @@ from norm_rope_reference import Distance
 from projection_problem import Heads, Projection, make_projection
 from torch import Tensor
 
-from ulysses_ops import NATIVE, qkv_projection
+from ulysses_ops import NATIVE, project_qkv_into, qkv_projection
+from ulysses_ops.progress import Progress
 
 DIM = qkv_projection.KERNEL_HEAD_DIM
 FLUX: tuple[Heads, ...] = ((12, 12, 12),)
@@ -157,3 +158,78 @@ def test_replays_follow_their_input() -> None:
                 part.fill_(torch.nan)
         graph.replay()
         assert_close(outs, problem.expected())
+
+
+# ---- parts that leave while the rest is computed -------------------------------------------------
+
+
+def parts_beside(problem: Projection, order: list[int], *, waits: bool) -> tuple[int, int]:
+    """Read each destination's heads behind its wait, in eager calls and replays; wrong reads."""
+    progress = Progress(problem.x.device, len(problem.heads))
+    outs = problem.outputs()
+    early = [[torch.empty_like(part) for part in parts] for parts in outs]
+
+    def run() -> None:
+        for parts in (*outs, *early):
+            for part in parts:
+                part.fill_(torch.nan)
+        project_qkv_into(
+            problem.x,
+            problem.weight,
+            problem.bias,
+            *outs,
+            **problem.options,
+            order=order,
+            progress=progress,
+        )
+        with progress.following():
+            for destination in order[:-1]:
+                if waits:
+                    progress.wait(destination)
+                for kind in range(3):
+                    early[kind][destination].copy_(outs[kind][destination])
+
+    def wrong() -> int:
+        torch.cuda.synchronize()
+        assert_close(outs, problem.expected())
+        if waits:
+            assert not bool(progress.counters[order[:-1]].any())
+        progress.counters.zero_()
+        return sum(
+            not torch.equal(mine[destination], right[destination])
+            for mine, right in zip(early, outs, strict=True)
+            for destination in order[:-1]
+        )
+
+    found = [0, 0]
+    for _ in range(3):
+        run()
+        found[0] += wrong()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+        found[1] += wrong()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "order"),
+    [(((8, 8, 8),) * 2, [1, 0]), (((8, 8, 8),) * 2, [0, 1]), (((3, 1, 1),) * 4, [2, 3, 0, 1])],
+)
+def test_a_destination_is_whole_when_its_wait_ends(
+    heads: tuple[Heads, ...], order: list[int]
+) -> None:
+    problem = on_gpu((1, 2300), 3072, heads)
+    assert parts_beside(problem, order, waits=True) == (0, 0)
+    # Control: without a wait the copy beside the kernel comes too early.
+    assert min(parts_beside(problem, order, waits=False)) > 0
+
+
+def test_an_order_that_leaves_one_out_is_refused() -> None:
+    problem = on_gpu((1, 64), 64, ((1, 1, 1),) * 2)
+    with pytest.raises(
+        ValueError, match=r"order=\[1, 1\] must name each of the 2 destinations once"
+    ):
+        project_qkv_into(problem.x, problem.weight, None, *problem.outputs(), order=[1, 1])

@@ -1,4 +1,4 @@
-// A stream behind the start of a kernel, for work in the kernel's tail.
+// A stream behind the start of a kernel, for work beside it.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
