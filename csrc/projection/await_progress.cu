@@ -4,8 +4,8 @@
 namespace ulysses_ops {
 namespace {
 
-// One warp of few registers, so that it fits beside the projection on a multiprocessor. It is
-// launched when all blocks of that one have started: nothing that it waits for waits for it.
+// One warp, on a multiprocessor that the projection leaves free. It is launched when all blocks of
+// that one have started: nothing that it waits for waits for it.
 __global__ void __launch_bounds__(32) wait_and_reset(int32_t* progress, int32_t target) {
   if (threadIdx.x == 0) {
     while (*static_cast<volatile int32_t*>(progress) < target) {

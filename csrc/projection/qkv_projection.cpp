@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -267,6 +268,8 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   where.order = order_of(order, where.heads.size());
   if (progress.has_value()) {
     params.progress = counters(*progress, where.heads.size(), device);
+    // Room for what waits for it and for nothing else: a warp finds none beside these blocks.
+    where.num_clusters = std::max(where.num_clusters - 1, 1);
   }
   set_norm(problem, norm, to<double>(stack[12]), params);
   set_angles(problem, rope, params);
