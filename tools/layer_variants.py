@@ -50,6 +50,14 @@ class SplitAlone(UlyssesAttention):
     Results mean nothing, since what peers would have sent is missing.
     """
 
+    @property  # nothing is sent beside a projection, and nobody would join what waits there
+    def _progress(self) -> None:
+        return None
+
+    @_progress.setter
+    def _progress(self, value: object) -> None:
+        pass
+
     def begin_exchange(self) -> Exchange:
         """Start an exchange that sends nothing."""
         return SendsNothing(self.comm)
@@ -94,24 +102,23 @@ class SendsLittle(Exchange):
         super().__init__(comm)
         self._little = window
         self._part = part
-        self._has_sent = False
+        self._sent: set[int] = set()
 
     def open(self, window: Window) -> None:
         """Open the round of what is sent instead."""
         super().open(self._little)
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
-        """Send little instead, the first time."""
-        if not self._has_sent:
-            self._has_sent = True
-            for other in range(self._comm.world_size):
-                if other != self._comm.rank:
-                    super().send(self._part, self._little, peer=other)
+        """Send little instead, to each peer the first time."""
+        for other in range(self._comm.world_size) if peer is None else (peer,):
+            if other != self._comm.rank and other not in self._sent:
+                self._sent.add(other)
+                super().send(self._part, self._little, peer=other)
 
     def complete(self) -> None:
         """End the round; the next send opens another."""
         super().complete()
-        self._has_sent = False
+        self._sent.clear()
 
 
 def layer_variant(

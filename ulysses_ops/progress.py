@@ -17,8 +17,7 @@ class Progress:
         with progress.following():
             for peer in order[:-1]:
                 progress.wait(peer)     # the heads of this destination are all written
-                ...                     # send them
-        # here the caller's stream is behind all of it
+                ...                     # send them; who completes the exchange is behind this
 
     A wait is a warp that watches a counter, and sets it back. It is launched when all blocks of the
     projection have started, so nothing that it waits for waits for it, in graphs as in eager calls.
@@ -46,15 +45,15 @@ class Progress:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Make the stream current, behind the start; afterwards the caller's waits for it."""
-        caller = torch.cuda.current_stream(self._stream.device)
+        """Make the stream current, behind the start.
+
+        The caller's stream does not wait for it: completing the exchange of what is sent here does,
+        and an edge of a graph that says nothing new costs time.
+        """
         handles = (self.launched.cuda_event, self._stream.cuda_stream)
         torch.ops.ulysses._follow_launch(*handles)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            caller.wait_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def wait(self, destination: int) -> None:
         """Let the current stream wait until this destination's heads are all written."""

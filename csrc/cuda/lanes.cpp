@@ -2,11 +2,32 @@
 
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../check.h"
 
 namespace ulysses_ops {
+
+namespace {
+
+// The nodes that a capturing stream is behind; none where an edge from one is not a full one.
+std::vector<cudaGraphNode_t> place_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t num_nodes = 0;
+  UOPS_CUDA_CHECK(
+      cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, &edges, &num_nodes));
+  for (size_t i = 0; edges != nullptr && i < num_nodes; ++i) {
+    if (edges[i].from_port != 0 || edges[i].type != 0) {
+      return {};
+    }
+  }
+  return {nodes, nodes + num_nodes};
+}
+
+}  // namespace
 
 CaptureId capture_id(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
@@ -119,27 +140,24 @@ void Lanes::order(cudaStream_t before, std::initializer_list<cudaStream_t> after
 }
 
 void Lanes::lead(cudaStream_t caller, bool own_share, CaptureId capture) {
-  if (!own_share) {
-    order(caller, {copy_}, capture);
-  } else if (capture == 0 || own_joined_in_ != capture || own_joined_by_ != caller) {
+  std::vector<cudaGraphNode_t> place;
+  if (capture != 0) {
+    place = place_of(caller);
+  }
+  const bool takes_place =
+      own_share && !place.empty() && own_joined_in_ == capture && own_joined_by_ == caller;
+  if (own_share && !takes_place) {
     order(caller, {copy_, own_}, capture);
-  } else {
+  } else if (place.empty() || led_in_ != capture || led_behind_ != place) {
     order(caller, {copy_}, capture);
-    put_own_at(caller);
+  }
+  if (takes_place) {
+    UOPS_CUDA_CHECK(cudaStreamUpdateCaptureDependencies(own_, place.data(), nullptr, place.size(),
+                                                        cudaStreamSetCaptureDependencies));
     own_joined_in_ = 0;
   }
-}
-
-void Lanes::put_own_at(cudaStream_t caller) {
-  cudaStreamCaptureStatus status{};
-  const cudaGraphNode_t* nodes = nullptr;
-  const cudaGraphEdgeData* edges = nullptr;  // taken as full ones; not to ask for them is an error
-  size_t num_nodes = 0;
-  UOPS_CUDA_CHECK(
-      cudaStreamGetCaptureInfo(caller, &status, nullptr, nullptr, &nodes, &edges, &num_nodes));
-  std::vector<cudaGraphNode_t> place(nodes, nodes + num_nodes);
-  UOPS_CUDA_CHECK(cudaStreamUpdateCaptureDependencies(own_, place.data(), nullptr, num_nodes,
-                                                      cudaStreamSetCaptureDependencies));
+  led_in_ = capture;
+  led_behind_ = std::move(place);
 }
 
 void Lanes::join_own(cudaStream_t caller, CaptureId capture) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 namespace ulysses_ops {
 
@@ -57,11 +58,12 @@ class Lanes {
   // if it is 0, in none.
   void order(cudaStream_t before, std::initializer_list<cudaStream_t> after, CaptureId capture);
 
-  // Makes the copy chain, and for an own share its stream too, wait for what `caller` holds now. In
-  // a capture an own-share stream of which this very caller has joined all takes the caller's place
-  // in the graph, instead of adding it to its own: the edge that says nothing new costs an exchange
-  // 4 to 6 us (docs/design/measured.md). Behind another caller the edge says something: a later
-  // completion there would miss what is left behind.
+  // Makes the copy chain, and for an own share its stream too, wait for what `caller` holds now.
+  // The chain of a capture that does so already, as behind several parts of one kernel, is left
+  // alone. In a capture an own-share stream of which this very caller has joined all takes the
+  // caller's place in the graph, instead of adding it to its own: the edge that says nothing new
+  // costs an exchange 4 to 6 us (docs/design/measured.md). Behind another caller the edge says
+  // something: a later completion there would miss what is left behind.
   void lead(cudaStream_t caller, bool own_share, CaptureId capture);
   // Makes `caller` wait for the own-share stream.
   void join_own(cudaStream_t caller, CaptureId capture);
@@ -76,7 +78,6 @@ class Lanes {
   explicit Lanes(int64_t device);
   // Remembers what the lanes hold now as their latest eager work.
   void mark();
-  void put_own_at(cudaStream_t caller);
 
   cudaStream_t copy_ = nullptr;
   cudaStream_t own_ = nullptr;
@@ -92,6 +93,9 @@ class Lanes {
   // The capture and the caller that has joined all that the own-share stream holds; 0 for none.
   CaptureId own_joined_in_ = 0;
   cudaStream_t own_joined_by_ = nullptr;
+  // The capture and the nodes that the copy chain was led behind last.
+  CaptureId led_in_ = 0;
+  std::vector<cudaGraphNode_t> led_behind_;
   CaptureId owned_capture_ = 0;
   const void* owner_ = nullptr;
 };
