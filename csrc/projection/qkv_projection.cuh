@@ -66,45 +66,101 @@ struct Arguments {
   TileOrder order;  // a tile of rows is one of a cluster
 };
 
-// What a thread rotates its two rows with.
+// What a thread rotates its two rows with: by pair as `rotate` takes them, once `arrange` has run.
 struct Angles {
   float cos[2][kPairs];
   float sin[2][kPairs];
 };
 
+// Neighbouring pairs of a row, as they are read: with pairs side by side, 16 bytes at a time.
+__device__ inline void load_table(const ProjectionParams& params, const float* row, int in_quad,
+                                  float (&values)[kPairs]) {
+  if (params.rope == Rope::kHalfSplit) {
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; i += 2) {
+      const auto two = __ldg(reinterpret_cast<const float2*>(row + 2 * in_quad + 4 * i));
+      values[i] = two.x;
+      values[i + 1] = two.y;
+    }
+    return;
+  }
+  const bool is_wide = params.table_width == kProjectionHeadDim;
+  CUTE_UNROLL
+  for (int i = 0; i < kPairs; i += 4) {
+    const int pair = 4 * i + 4 * in_quad;
+    const auto four = __ldg(reinterpret_cast<const float4*>(row + (is_wide ? 2 * pair : pair)));
+    if (is_wide) {  // each value is there twice
+      const auto more = __ldg(reinterpret_cast<const float4*>(row + 2 * pair + 4));
+      values[i] = four.x;
+      values[i + 1] = four.z;
+      values[i + 2] = more.x;
+      values[i + 3] = more.z;
+    } else {
+      values[i] = four.x;
+      values[i + 1] = four.y;
+      values[i + 2] = four.z;
+      values[i + 3] = four.w;
+    }
+  }
+}
+
 // Asked for before the product, so that they are there after it.
 __device__ inline void load_angles(const ProjectionParams& params, int row0, int lane,
                                    Angles& angles) {
-  const int in_quad = lane % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const auto row = static_cast<uint32_t>(cute::min(row0 + lane / 4 + 8 * r, params.num_rows - 1));
     const uint32_t seq = row - params.seq.quotient(row) * params.seq.value;
     const int64_t offset = static_cast<int64_t>(seq) * params.table_width;
-    const auto load = [&](const float* table, float (&values)[kPairs]) {
-      const float* from = table + offset;
-      if (params.rope == Rope::kHalfSplit) {
-        CUTE_UNROLL
-        for (int i = 0; i < kPairs; i += 2) {
-          const auto two = __ldg(reinterpret_cast<const float2*>(from + 2 * in_quad + 4 * i));
-          values[i] = two.x;
-          values[i + 1] = two.y;
-        }
-      } else if (params.table_width * 2 == kProjectionHeadDim) {
-        CUTE_UNROLL
-        for (int i = 0; i < kPairs; ++i) {
-          values[i] = __ldg(from + in_quad + 4 * i);
-        }
-      } else {
-        CUTE_UNROLL
-        for (int i = 0; i < kPairs; ++i) {
-          values[i] = __ldg(from + 2 * in_quad + 8 * i);
-        }
-      }
-    };
-    load(params.cos, angles.cos[r]);
-    load(params.sin, angles.sin[r]);
+    load_table(params, params.cos + offset, lane % 4, angles.cos[r]);
+    load_table(params, params.sin + offset, lane % 4, angles.sin[r]);
   }
+}
+
+// Element `u` of lane t of a quad and element t of lane u change places.
+__device__ inline void transpose_in_quad(float (&v)[4], int in_quad) {
+  const bool is_high = (in_quad & 2) != 0;
+  const float a = __shfl_xor_sync(0xffffffffU, is_high ? v[0] : v[2], 2);
+  const float b = __shfl_xor_sync(0xffffffffU, is_high ? v[1] : v[3], 2);
+  const float w[4] = {is_high ? a : v[0], is_high ? b : v[1], is_high ? v[2] : a,
+                      is_high ? v[3] : b};
+  const bool is_odd = (in_quad & 1) != 0;
+  const float c = __shfl_xor_sync(0xffffffffU, is_odd ? w[0] : w[1], 1);
+  const float d = __shfl_xor_sync(0xffffffffU, is_odd ? w[2] : w[3], 1);
+  v[0] = is_odd ? c : w[0];
+  v[1] = is_odd ? w[1] : c;
+  v[2] = is_odd ? d : w[2];
+  v[3] = is_odd ? w[3] : d;
+}
+
+// Of interleaved pairs a thread reads four neighbours and rotates every fourth.
+__device__ inline void arrange(const ProjectionParams& params, int lane, Angles& angles) {
+  if (params.rope != Rope::kInterleaved) {
+    return;
+  }
+  const auto by_fours = [&](float (&values)[kPairs]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; i += 4) {
+      float four[4] = {values[i], values[i + 1], values[i + 2], values[i + 3]};
+      transpose_in_quad(four, lane % 4);
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        values[i + j] = four[j];
+      }
+    }
+  };
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    by_fours(angles.cos[r]);
+    by_fours(angles.sin[r]);
+  }
+}
+
+// Whether any of the heads of a tile is rotated.
+__device__ inline bool rotates(const ProjectionParams& params, int head0) {
+  const int last = cute::min(head0 + kHeadsPerTile, params.num_heads) - 1;
+  return params.rope != Rope::kNone && (params.spans[span_at(params, head0)].part != Part::kV ||
+                                        params.spans[span_at(params, last)].part != Part::kV);
 }
 
 // One head of a warp's 16 rows. Element (c, r, j): row lane / 4 + 8 r, column 8 j + 2 (lane % 4)
@@ -348,7 +404,8 @@ __device__ void run(const Arguments<T>& arguments, Storage<T>& storage) {
                      in_group / 32 * kWarpRows;
     const int head0 = tile.column * kHeadsPerTile;
     Angles angles{};
-    if (params.rope != Rope::kNone) {
+    const bool is_rotated = rotates(params, head0);
+    if (is_rotated) {
       load_angles(params, row0, lane, angles);
     }
     auto accumulators = partition_fragment_C(mma, take<0, 2>(TileShape{}));
@@ -358,6 +415,9 @@ __device__ void run(const Arguments<T>& arguments, Storage<T>& storage) {
     turn.arrive();
     loop.mma_tail(pipeline, state, num_depth_tiles);
     state.advance(2 * num_depth_tiles);
+    if (is_rotated) {
+      arrange(params, lane, angles);
+    }
     CUTE_UNROLL
     for (int h = 0; h < kHeadsPerTile; ++h) {
       if (head0 + h < params.num_heads) {
@@ -431,9 +491,11 @@ void launch(const ProjectionOperands& operands, const ProjectionParams& params,
                                          {operands.weight_row, cute::_1{}, 0}};
   const auto shape =
       cute::make_shape(params.num_rows, params.num_heads * kProjectionHeadDim, params.depth, 1);
-  Arguments<T> arguments{
-      Loop::to_underlying_arguments(shape, tensors, nullptr), params,
-      order_tiles(cluster_tiles(params.num_rows), kHeadsPerTile, where.heads, where.order)};
+  const auto row_bytes =
+      int64_t{kTileRows} * kClusterRows * params.depth * static_cast<int64_t>(sizeof(T));
+  Arguments<T> arguments{Loop::to_underlying_arguments(shape, tensors, nullptr), params,
+                         order_tiles(cluster_tiles(params.num_rows), row_bytes, kHeadsPerTile,
+                                     where.heads, where.order)};
   LaunchAttributes attributes;
   cudaLaunchConfig_t config =
       launch_config<T>(std::min(where.num_clusters, arguments.order.size), attributes);

@@ -64,11 +64,9 @@ UOPS_HOST_DEVICE int32_t span_at(const ProjectionParams& params, int32_t head) {
 }
 
 // The tiles of a launch by the order in which clusters take them: destination after destination,
-// and of one, a block of `kRowsAtOnce` tiles of rows after the other, so that what clusters which
+// and of one, a block of `rows_at_once` tiles of rows after the other, so that what clusters which
 // run at once read of x and of W stays in the L2 cache.
 struct TileOrder {
-  static constexpr int32_t kRowsAtOnce = 8;
-
   struct Tile {
     int32_t row = 0;
     int32_t column = 0;
@@ -83,7 +81,8 @@ struct TileOrder {
   Slab slabs[kMaxDestinations];
   int32_t num_slabs = 0;
   int32_t num_rows = 0;  // tiles down
-  int32_t size = 0;      // tiles
+  int32_t rows_at_once = 1;
+  int32_t size = 0;  // tiles
 
   UOPS_HOST_DEVICE Tile at(int32_t index) const {
     int32_t which = 0;
@@ -91,19 +90,28 @@ struct TileOrder {
       which += index >= slabs[i].first_tile ? 1 : 0;
     }
     const Slab& slab = slabs[which];
-    const int32_t in_block = kRowsAtOnce * slab.num_columns;
+    const int32_t in_block = rows_at_once * slab.num_columns;
     const int32_t in_slab = index - slab.first_tile;
-    const int32_t first = in_slab / in_block * kRowsAtOnce;
+    const int32_t first = in_slab / in_block * rows_at_once;
     const int32_t rest = in_slab % in_block;
     const int32_t left = num_rows - first;
-    const int32_t rows = left < kRowsAtOnce ? left : kRowsAtOnce;
+    const int32_t rows = left < rows_at_once ? left : rows_at_once;
     return {first + rest % rows, slab.first_column + rest / rows};
   }
 };
 
+// Blocks of like sizes whose part of x, `row_bytes` for each tile of rows, leaves most of the L2
+// cache to the rest.
+inline int32_t rows_at_once(int32_t num_rows, int64_t row_bytes) {
+  constexpr int64_t kBlockBytes = 16 << 20;
+  const auto most = static_cast<int32_t>(std::clamp<int64_t>(kBlockBytes / row_bytes, 1, num_rows));
+  const int32_t blocks = (num_rows + most - 1) / most;
+  return (num_rows + blocks - 1) / blocks;
+}
+
 // `heads` are those of each destination, in the order of the columns; `order` names destinations. A
 // tile with heads of two of them comes with the earlier one.
-inline TileOrder order_tiles(int32_t num_rows, int32_t heads_per_tile,
+inline TileOrder order_tiles(int32_t num_rows, int64_t row_bytes, int32_t heads_per_tile,
                              const std::vector<int32_t>& heads, const std::vector<int32_t>& order) {
   std::vector<int32_t> first_head(heads.size() + 1, 0);
   for (size_t i = 0; i < heads.size(); ++i) {
@@ -112,6 +120,7 @@ inline TileOrder order_tiles(int32_t num_rows, int32_t heads_per_tile,
   std::vector<bool> taken((first_head.back() + heads_per_tile - 1) / heads_per_tile, false);
   TileOrder result;
   result.num_rows = num_rows;
+  result.rows_at_once = rows_at_once(num_rows, row_bytes);
   for (const int32_t destination : order) {
     int32_t column = first_head[destination] / heads_per_tile;
     int32_t end = (first_head[destination + 1] + heads_per_tile - 1) / heads_per_tile;

@@ -14,6 +14,7 @@ using namespace ulysses_ops;
 namespace {
 
 constexpr int kHeadsPerTile = 2;
+constexpr int64_t kRowBytes = 128 * 5120 * 2;
 int failures = 0;
 
 void expect(bool condition, const char* what, int rows, int columns) {
@@ -25,7 +26,7 @@ void expect(bool condition, const char* what, int rows, int columns) {
 
 void takes_each_tile_once(int rows, const std::vector<int>& heads,
                           const std::vector<int>& sequence) {
-  const TileOrder order = order_tiles(rows, kHeadsPerTile, heads, sequence);
+  const TileOrder order = order_tiles(rows, kRowBytes, kHeadsPerTile, heads, sequence);
   const int num_heads = std::accumulate(heads.begin(), heads.end(), 0);
   const int columns = (num_heads + kHeadsPerTile - 1) / kHeadsPerTile;
   std::set<std::pair<int, int>> seen;
@@ -43,7 +44,7 @@ void takes_each_tile_once(int rows, const std::vector<int>& heads,
 // After the tiles of a destination and those before it, all of its heads have been computed.
 void finishes_destinations_in_order(int rows, const std::vector<int>& heads,
                                     const std::vector<int>& sequence) {
-  const TileOrder order = order_tiles(rows, kHeadsPerTile, heads, sequence);
+  const TileOrder order = order_tiles(rows, kRowBytes, kHeadsPerTile, heads, sequence);
   std::vector<int> owner;  // of each head
   for (size_t i = 0; i < heads.size(); ++i) {
     owner.insert(owner.end(), heads[i], static_cast<int>(i));
@@ -67,7 +68,7 @@ void finishes_destinations_in_order(int rows, const std::vector<int>& heads,
 // What 66 clusters, a whole H200, read at once: few rows of x, and few columns of W.
 void stays_in_a_block(int rows, int columns) {
   constexpr int kAtOnce = 66;
-  const TileOrder order = order_tiles(rows, 1, {columns}, {0});
+  const TileOrder order = order_tiles(rows, kRowBytes, 1, {columns}, {0});
   for (int first = 0; first + kAtOnce <= order.size; first += kAtOnce) {
     std::set<int> rows_read;
     std::set<int> columns_read;
@@ -75,9 +76,9 @@ void stays_in_a_block(int rows, int columns) {
       rows_read.insert(order.at(i).row);
       columns_read.insert(order.at(i).column);
     }
-    expect(static_cast<int>(rows_read.size()) <= 2 * TileOrder::kRowsAtOnce, "many rows at once",
-           rows, columns);
-    expect(rows_read.size() * columns_read.size() <= 3 * kAtOnce, "no block", rows, columns);
+    expect(static_cast<int>(rows_read.size()) <= 2 * order.rows_at_once, "many rows at once", rows,
+           columns);
+    expect(rows_read.size() * columns_read.size() <= 4 * kAtOnce, "no block", rows, columns);
   }
 }
 
@@ -109,6 +110,15 @@ int main() {
       } while (std::next_permutation(sequence.begin(), sequence.end()));
     }
   }
+  for (int rows = 1; rows <= 200; ++rows) {
+    const int at_once = rows_at_once(rows, kRowBytes);
+    expect(at_once >= 1 && at_once <= rows && at_once * kRowBytes <= 16 << 20, "too many at once",
+           rows, at_once);
+    constexpr int kMost = (16 << 20) / kRowBytes;
+    expect((rows + at_once - 1) / at_once == (rows + kMost - 1) / kMost, "more blocks than needed",
+           rows, at_once);
+  }
+  expect(rows_at_once(3, int64_t{1} << 40) == 1, "a row is too large and taken alone", 3, 1);
   stays_in_a_block(18, 36);
   stays_in_a_block(148, 84);
   finds_the_span_of_each_head({12, 12, 12});
