@@ -50,13 +50,8 @@ class SplitAlone(UlyssesAttention):
     Results mean nothing, since what peers would have sent is missing.
     """
 
-    @property  # nothing is sent beside a projection, and nobody would join what waits there
-    def _progress(self) -> None:
-        return None
-
-    @_progress.setter
-    def _progress(self, value: object) -> None:
-        pass
+    def _shared_progress(self) -> None:
+        """Keep none: nothing is sent beside a projection."""
 
     def begin_exchange(self) -> Exchange:
         """Start an exchange that sends nothing."""

@@ -101,6 +101,7 @@ class Exchange:
         self._comm = comm
         self._windows: list[Window] = []
         self._sources: list[Tensor] = []
+        self._opened: list[Window] = []
         self._has_turn = False
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
@@ -130,7 +131,8 @@ class Exchange:
                 f"call it under torch.no_grad(), or use {window.layout.direction}()"
             )
             raise ValueError(message)
-        if not torch.compiler.is_compiling() and window not in self._windows:
+        is_new = window not in self._windows and window not in self._opened
+        if is_new and not torch.compiler.is_compiling():
             announce(comm, window.key)
         if window.layout.direction == "scatter":
             send = torch.ops.ulysses.scatter_into.default
@@ -154,24 +156,47 @@ class Exchange:
         """Begin the round of the window's channel before its first send, which else does so.
 
         What follows on the current stream may write own parts into the windows of the channel at
-        once, and the ranks have lined up by the time when the first part is ready.
+        once, and the ranks have lined up by the time when the first part is ready. From here to the
+        end of the block nothing of the channel may be read, and something must be sent.
 
         Collective: every rank does, or none.
 
         Raises:
+            ValueError: ``window`` is no window.
             UlyssesError: the channel has an exchange in flight.
         """
-        engine = self._comm.copy_engine
-        if engine is None:
-            return
-        try:
-            engine.open_round(window.address)
-        except RuntimeError as error:
-            self._comm.check_open("exchange")
-            raise UlyssesError(_sentence(error)) from error
+        check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
+        self._comm.check_open("exchange")
+        if any(window.channel == other.channel for other in (*self._windows, *self._opened)):
+            message = (
+                f"exchange: channel '{window.channel}' has an exchange in flight; complete it "
+                f"before opening another"
+            )
+            raise UlyssesError(message)
+        announce(self._comm, window.key)
+        if self._comm.copy_engine is not None:
+            try:
+                self._comm.copy_engine.open_round(window.address)
+            except RuntimeError as error:
+                self._comm.check_open("exchange")
+                raise UlyssesError(_sentence(error)) from error
+        self._opened.append(window)
 
     def complete(self) -> None:
-        """End all exchanges: windows may be read and sources reused on the current stream."""
+        """End all exchanges: windows may be read and sources reused on the current stream.
+
+        Raises:
+            UlyssesError: a round that was opened was sent nothing.
+        """
+        sent = {window.channel for window in self._windows}
+        for window in self._opened:
+            if window.channel not in sent:
+                message = (
+                    f"complete: channel '{window.channel}' was opened and nothing was sent into "
+                    f"its windows; send every peer its part first"
+                )
+                raise UlyssesError(message)
+        self._opened = []
         if self._windows:
             comm = self._comm
             try:

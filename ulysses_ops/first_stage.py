@@ -25,7 +25,8 @@ class FirstStage:
         kernel: Norm and RoPE in the caller's implementation; when left out, the fused kernel where
             it fits, else PyTorch's.
         weights: The copy that ``qkv_weights="packed"`` reads.
-        progress: Of what ``norm_rope="epilogue"`` computes; none without a GPU.
+        progress: Of what ``norm_rope="epilogue"`` computes; none where nothing leaves before
+            completion, as with NCCL.
         begin: Makes an exchange.
     """
 

@@ -129,8 +129,7 @@ class UlyssesAttention(nn.Module):
         self._attention = attention
         self._norm_rope_kernel = norm_rope_kernel
         self._packed = PackedWeights()
-        on_gpu = comm.device.type == "cuda" and NATIVE.projection
-        self._progress = Progress(comm.device, comm.world_size) if on_gpu else None
+        self._progress = self._shared_progress()
         self._may_pack = pack_weights
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
@@ -336,6 +335,16 @@ class UlyssesAttention(nn.Module):
     def begin_exchange(self) -> Exchange:
         """Start an exchange; a subclass that measures may hand out one that sends nothing."""
         return Exchange(self.comm)
+
+    def _shared_progress(self) -> Progress | None:
+        """The communicator's, since its rounds come one after the other; none without copies.
+
+        Where exchanges send nothing it has to be none: nobody would join what waits.
+        """
+        comm = self.comm
+        if comm.copy_engine is None or not NATIVE.projection:
+            return None
+        return comm.attach("progress", lambda: Progress(comm.device, comm.world_size))
 
     def _schedule_for(self, x: Tensor) -> Schedule:
         check_no_autocast(x.device)

@@ -235,7 +235,7 @@ def project_in_epilogue(
     packed = weights.of(q, k, v)
     everyone = range(v.window.layout.world_size)
     order = [(rank + step) % len(everyone) for step in (*everyone[1:], 0)]
-    exchange.open(v.window)
+    weight, bias = packed.rows_of(everyone)
     outputs = [
         [
             one.window.own_view
@@ -245,9 +245,11 @@ def project_in_epilogue(
         ]
         for one, heads in zip((q, k, v), packed.heads, strict=True)
     ]
+    exchange.open(v.window)  # with nothing left to do that could fail
     project_qkv_into(
         x,
-        *packed.rows_of(everyone),
+        weight,
+        bias,
         *outputs,
         q_weight=q.norm_weight,
         k_weight=k.norm_weight,

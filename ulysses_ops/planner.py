@@ -9,7 +9,7 @@ from typing import get_args
 
 from .constants import Constants
 from .forecast import AfterSplit, Forecast, forecast_after, forecast_before, forecast_gemms
-from .qkv_projection import KERNEL_HEAD_DIM
+from .qkv_projection import KERNEL_DESTINATIONS, KERNEL_HEAD_DIM
 from .schedule import (
     NormRopePlace,
     OutputSplit,
@@ -88,8 +88,13 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
 
 def _fits_one_kernel(p: Problem) -> bool:
     """Whether ``project_qkv_into`` has a kernel for these sizes, on the right GPU."""
-    is_16_bit = p.itemsize == 2
-    return p.head_dim == KERNEL_HEAD_DIM and is_16_bit and p.norm_rope.norm != "across_heads"
+    return (
+        p.head_dim == KERNEL_HEAD_DIM
+        and p.itemsize == 2
+        and p.width % 8 == 0
+        and p.world_size <= KERNEL_DESTINATIONS
+        and p.norm_rope.norm != "across_heads"
+    )
 
 
 def _packed_bytes(p: Problem) -> int:

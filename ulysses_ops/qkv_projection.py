@@ -48,6 +48,7 @@ KERNEL_HEAD_DIM = 128
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 KERNEL_DESTINATIONS = 10  # as in csrc/projection/qkv_projection.h
 MAX_SIZE = 2**31 - 1024
+DENSE = torch.contiguous_format
 
 
 def _check(
@@ -203,13 +204,17 @@ def _by_kernel(
 ) -> None:
     """Launch the compiled kernel."""
     _check(x, weight, bias, outs, o)
+    in_order = list(range(len(outs[0])) if order is None else order)
     launched, counters = 0, None
     if progress is not None:
-        heads = [sum(part.shape[2] for part in parts) for parts in zip(*outs, strict=True)]
+        heads = {d: sum(parts[d].shape[2] for parts in outs) for d in in_order[:-1]}
         launched, counters = progress.expect(x.shape[0] * x.shape[1], heads), progress.counters
-    x, weight = (rows if _rows_in_place(rows) else rows.contiguous() for rows in (x, weight))
+    # A copy even of what is contiguous: its rows may not lie at multiples of 16 bytes.
+    x, weight = (
+        rows if _rows_in_place(rows) else torch.empty_like(rows, memory_format=DENSE).copy_(rows)
+        for rows in (x, weight)
+    )
     parameters = (o.q_weight, o.k_weight, o.cos, o.sin)
-    in_order = list(range(len(outs[0])) if order is None else order)
     options = (o.norm, o.rope, o.eps, in_order, counters, launched)
     torch.ops.ulysses._project_qkv_sm90(x, weight, bias, *outs, *parameters, *options)
 
@@ -314,7 +319,8 @@ def project_qkv_into(
     if order is not None and sorted(order) != list(range(len(outs[0]))):
         refuse(OP, f"order={list(order)} must name each of the {len(outs[0])} destinations once")
     o = _options(*options)
-    if (order is not None or progress is not None) and _takes(x, outs, qkv_bias, o):
+    is_beside = order is not None or progress is not None
+    if is_beside and not torch.compiler.is_compiling() and _takes(x, outs, qkv_bias, o):
         _by_kernel(x, qkv_weight, qkv_bias, outs, o, order, progress)
         return
     torch.ops.ulysses.project_qkv_into(x, qkv_weight, qkv_bias, *outs, *options)

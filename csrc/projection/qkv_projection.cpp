@@ -86,6 +86,7 @@ void check_rows(const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(x.size(0) * x.size(1) <= kMost - 1024 && weight.size(0) <= kMost - 1024 &&
                       x.size(2) <= kMost - 1024,
                   kOp, ": a size is not below 2^31");
+  STD_TORCH_CHECK(x.size(2) > 0, kOp, ": x has rows of no elements");
 }
 
 // From the first byte to the last, those of others between them included.
@@ -261,11 +262,12 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   where.num_clusters = num_clusters(x.scalar_type(), device);
   where.stream = current_stream(device);
-  STD_TORCH_CHECK(where.num_clusters > 0, kOp, ": no code for GPU ", device,
-                  " was built; it needs compute capability 9.0");
+  STD_TORCH_CHECK(where.num_clusters > 0, kOp, ": no kernel runs on GPU ", device,
+                  "; it needs compute capability 9.0 and two whole multiprocessors");
   ProjectionParams params;
   where.heads = set_spans(problem, params);
   where.order = order_of(order, where.heads.size());
+  params.last = where.order.empty() ? 0 : where.order.back();
   if (progress.has_value()) {
     params.progress = counters(*progress, where.heads.size(), device);
     // Room for what waits for it and for nothing else: a warp finds none beside these blocks.

@@ -212,7 +212,7 @@ class HeadOfWarp {
 
   // What a warp stored is there for whoever sees that its progress has risen.
   __device__ void tell() const {
-    if (params_.progress != nullptr) {
+    if (params_.progress != nullptr && span_.destination != params_.last) {
       __threadfence();
       __syncwarp();
       if (lane_ == 0) {

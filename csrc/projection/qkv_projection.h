@@ -41,6 +41,7 @@ struct ProjectionParams {
   const void* norm[2] = {nullptr, nullptr};  // (kHeadDim,) for Q and K; null: all ones
   const float* cos = nullptr;                // (S, table_width)
   const float* sin = nullptr;
+  int32_t last = 0;             // destination that is computed last, and so not counted
   int32_t* progress = nullptr;  // by destination, rises as warps have stored heads; null: untold
   int32_t num_spans = 0;
   int32_t num_heads = 0;    // of all spans

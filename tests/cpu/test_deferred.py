@@ -333,3 +333,42 @@ def leave_without_parts(rank: int, world_size: int) -> None:
 
 def test_a_block_whose_completion_is_refused_forgets_what_it_sent(ranks: Ranks) -> None:
     ranks(2).run(leave_without_parts, timeout_s=20)
+
+
+# ---- rounds that are opened before their first send ----------------------------------------------
+
+
+def opened(rank: int, world_size: int) -> list[str]:
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        x, result, (window,) = open_windows(comm, "early")
+        with Exchange(comm) as exchange:
+            exchange.open(window)
+            exchange.send(x, window)
+        assert same_bytes(window.tensor, result)
+        refused = []
+        with Exchange(comm) as exchange:
+            exchange.send(x, window)
+            with pytest.raises(UlyssesError) as twice:
+                exchange.open(window)
+            refused.append(str(twice.value))
+        nothing = Exchange(comm)
+        with pytest.raises(UlyssesError) as error, nothing:
+            nothing.open(window)
+        refused.append(str(error.value))
+        with (
+            pytest.raises(ValueError, match=r"Exchange\.open: window") as kind,
+            Exchange(comm) as e,
+        ):
+            e.open(window.tensor)  # type: ignore[arg-type]
+        refused.append(str(kind.value))
+        with Exchange(comm) as exchange:
+            exchange.send(x, window)
+        assert same_bytes(window.tensor, result)
+        return refused
+
+
+def test_a_round_may_be_opened_before_its_first_send(ranks: Ranks) -> None:
+    for twice, nothing, kind in ranks(2).run(opened, timeout_s=60):
+        assert twice.startswith("exchange: channel 'early' has an exchange in flight; complete it")
+        assert nothing.startswith("complete: channel 'early' was opened and nothing was sent into")
+        assert "a Window, as reserve() returned it" in kind

@@ -212,6 +212,8 @@ def test_one_kernel_is_chosen_where_it_fits_and_pays() -> None:
         replace(FLUX, itemsize=4),
         replace(FLUX, heads=48, kv_heads=48, head_dim=64),
         replace(FLUX, may_pack=False),
+        replace(FLUX, width=3076),
+        replace(FLUX, world_size=12, heads=24, kv_heads=24),
     ):
         assert plan_schedule(p, H200).schedule.norm_rope == "apart"
 

@@ -7,11 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import communicator, one_window, source_and_result
+from on_gpu import communicator, delay, one_window, settle, source_and_result
 from rank_pool import RankPool
 from whole_tensors import layout_of, numbered, same_bytes
 
-from ulysses_ops import Exchange, UlyssesCommunicator, gather, scatter, sdpa, ulysses_attention
+from ulysses_ops import (
+    Exchange,
+    UlyssesCommunicator,
+    UlyssesError,
+    WindowSpec,
+    gather,
+    reserve,
+    scatter,
+    sdpa,
+    ulysses_attention,
+)
 from ulysses_ops.plan import Layout
 from ulysses_ops.reference import shard_of, window_of
 
@@ -179,3 +189,43 @@ def crowded_round_trips(rank: int, world_size: int) -> None:
             source, result = source_and_result(uneven, layout, rank)
             got = scatter(source, comm, seq_splits=splits)
             assert torch.equal(got.cpu(), result), round_number
+
+
+def opened_early(rank: int, world_size: int) -> list[str]:
+    """Rounds that are opened before their first send, behind late readers; and misused."""
+    refused = []
+    with communicator() as comm:
+        (window,) = reserve(comm, [WindowSpec("early", "scatter", (1, 8, 4, 16), torch.float32)])
+        for number in range(20):
+            x = torch.full(window.source_shape, 100.0 * rank + number, device=comm.device)
+            with Exchange(comm) as exchange:
+                exchange.open(window)
+                if number % 2 == rank:
+                    delay(2)
+                exchange.send(x, window)
+            if number % 2 != rank:
+                delay(2)
+            for sender, part in enumerate(window.tensor.clone().chunk(world_size, dim=1)):
+                assert bool((part == 100.0 * sender + number).all()), (number, sender)
+        with Exchange(comm) as exchange:
+            exchange.open(window)
+            try:
+                exchange.open(window)
+            except UlyssesError as error:
+                refused.append(str(error))
+            exchange.send(x, window)
+        try:
+            with Exchange(comm) as exchange:
+                exchange.open(window)
+        except UlyssesError as error:
+            refused.append(str(error))
+        with Exchange(comm) as exchange:  # the round is still open
+            exchange.send(x, window)
+        settle()
+    return refused
+
+
+def test_a_round_may_be_opened_before_its_first_send(pair: RankPool) -> None:
+    for twice, nothing in pair.run(opened_early, timeout_s=60):
+        assert "channel 'early' has an exchange in flight; complete it before opening" in twice
+        assert "channel 'early' was opened and nothing was sent into its windows" in nothing
