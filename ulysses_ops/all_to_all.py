@@ -8,6 +8,7 @@ blame; NCCL has time-outs of its own.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from .errors import UlyssesError
 
 NAME_BYTES = 400
 SLICE = timedelta(seconds=0.25)
+GRACE_S = 0.5  # in which the group's own time-out says more
 FAILED = "!"  # no exchange's name begins with it
 
 
@@ -50,22 +52,30 @@ def all_to_all(
         work = comm.group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), options
         )
-        while not _is_over(work):
+        # The group's own time-out does not come where its threads are gone, as after a fork, or
+        # while other work is in the way.
+        deadline = time.monotonic() + comm.timeout_s + GRACE_S
+        while not (is_late := time.monotonic() > deadline) and not _is_over(work):
             if parted := comm.agreement.parted("exchanges", comm.agreement.exchanges):
                 break
     except RuntimeError as error:
         # Without gloo's file and line, and its guesses.
         first = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
-        comm.give_up(
-            "complete",
-            f"an exchange under gloo did not end within {comm.timeout_s:g} s, or a peer is gone, "
-            f"and its process group is of no use any more ({first})",
-        )
+        comm.give_up("complete", _late(comm, first))
+    if is_late:
+        comm.give_up("complete", _late(comm, "the process group did not end it itself"))
     if parted:
         comm.give_up(
             "complete", f"it waits for {parted}, and its process group is of no use any more"
         )
     comm.agreement.exchanges += 1
+
+
+def _late(comm: UlyssesCommunicator, why: str) -> str:
+    return (
+        f"an exchange under gloo did not end within {comm.timeout_s:g} s, or a peer is gone, "
+        f"and its process group is of no use any more ({why})"
+    )
 
 
 def _is_over(work: dist.Work) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import TracebackType
 
 import torch
@@ -131,6 +132,8 @@ class Exchange:
                 f"call it under torch.no_grad(), or use {window.layout.direction}()"
             )
             raise ValueError(message)
+        if not torch.compiler.is_compiling() and x.device != comm.device:  # a fake would do nothing
+            check_source(comm, window, x, peer, f"{window.layout.direction}_into")
         is_new = window not in self._windows and window not in self._opened
         if is_new and not torch.compiler.is_compiling():
             announce(comm, window.key)
@@ -142,7 +145,8 @@ class Exchange:
         if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):
             x = x.resolve_conj().resolve_neg()
         try:
-            send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
+            with nullcontext() if self._has_turn else comm.turn.of("exchange"):
+                send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
         except RuntimeError as error:
             comm.check_open("exchange")
             found = window_of(comm, window.tensor, f"{window.layout.direction}_into")
@@ -162,10 +166,11 @@ class Exchange:
         Collective: every rank does, or none.
 
         Raises:
-            ValueError: ``window`` is no window.
+            ValueError: ``window`` is none of the communicator's.
             UlyssesError: the channel has an exchange in flight.
         """
         check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
+        window_of(self._comm, window.tensor, "Exchange.open")
         self._comm.check_open("exchange")
         if any(window.channel == other.channel for other in (*self._windows, *self._opened)):
             message = (

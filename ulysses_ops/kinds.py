@@ -45,6 +45,17 @@ def check_tensors(op: str, **tensors: object) -> None:
         check_kind(op, name, value, Tensor, "a tensor")
 
 
+def check_data(op: str, x: Tensor) -> None:
+    """Refuse a meta tensor: an operator would do nothing, and say nothing.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if x.device.type == "meta":
+        message = f"{op}: x is a meta tensor, which holds no data; give one of a real device"
+        raise ValueError(message)
+
+
 def check_dense(op: str, x: Tensor) -> None:
     """Refuse what has no strides, or more than elements: no range of it can be copied.
 

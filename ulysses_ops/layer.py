@@ -26,7 +26,7 @@ from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_facto
 from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
 from .progress import Progress
-from .projections import Projections, linear_of, norms_of, projections_of
+from .projections import Projections, linear_of, norms_of, projections_of, weight_of
 from .schedule import Problem, Schedule
 from .values_first import AttentionKernel
 from .windows import Window, reserve
@@ -61,8 +61,8 @@ class UlyssesAttention(nn.Module):
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
 
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    _q_norm: Tensor | None
+    _k_norm: Tensor | None
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ class UlyssesAttention(nn.Module):
         self._constants = shipped_constants() if constants is None else constants
         for name, weight, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, kv_heads)):
             used = sizes.norm_weight(name, weight, heads, norm_rope.norm)
-            self.register_buffer(name, used, persistent=False)
+            self.register_buffer(f"_{name}", used, persistent=False)
+        self.norms = nn.ModuleDict()  # those of a module, which may change
 
     @classmethod
     def from_weights(
@@ -202,8 +203,8 @@ class UlyssesAttention(nn.Module):
             ValueError: the module is none of these, or as the class.
         """
         q, k, v, out = projections_of(module)
-        norm, eps, q_norm, k_norm = norms_of(module, q.out_features // max(num_heads, 1))
-        return cls(
+        norm, eps, norms = norms_of(module, q.out_features // max(num_heads, 1))
+        layer = cls(
             comm,
             q=q,
             k=k,
@@ -211,10 +212,29 @@ class UlyssesAttention(nn.Module):
             out=out,
             num_heads=num_heads,
             norm_rope=NormRope(norm, rope, eps),
-            q_norm=q_norm,
-            k_norm=k_norm,
+            q_norm=weight_of(norms.get("q")),
+            k_norm=weight_of(norms.get("k")),
             **options,
         )
+        layer.norms.update(norms)
+        return layer
+
+    @property
+    def q_norm(self) -> Tensor | None:
+        """Weight of Q's norm as it is now, ``(D,)`` per head or ``(H, D)`` across heads."""
+        return self._norm_weight("q")
+
+    @property
+    def k_norm(self) -> Tensor | None:
+        """The same for K."""
+        return self._norm_weight("k")
+
+    def _norm_weight(self, name: str) -> Tensor | None:
+        given: Tensor | None = getattr(self, f"_{name}_norm")
+        if given is None or name not in self.norms:
+            return given
+        weight = weight_of(self.norms[name])  # perhaps another one than at construction
+        return None if weight is None else weight.view(given.shape)
 
     def plan(self, shape: tuple[int, int, int]) -> Plan:
         """What the planner chooses for an input ``(B, S_local, width)``, and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -48,6 +49,8 @@ def check(
         refuse(op, f"norm={o.norm!r} must be one of {NORMS}")
     if o.rope not in ROPES:
         refuse(op, f"rope={o.rope!r} must be one of {ROPES}")
+    if not (math.isfinite(o.eps) and o.eps >= 0):
+        refuse(op, f"eps={o.eps!r} must be finite and not negative")
     given = [part for parts in inputs for part in parts]
     if not given:
         refuse(op, "neither q nor k has a part; give (B, S, heads, D)")

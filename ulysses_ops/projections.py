@@ -238,8 +238,14 @@ def _without_dropout(module: nn.Module, layers: nn.ModuleList | nn.Sequential) -
     return first
 
 
-def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | None, Tensor | None]:
-    """Kind, epsilon and weights of the RMS norms of Q and K; ``"none"`` where there are none.
+def weight_of(norm: nn.Module | None) -> Tensor | None:
+    """The weight of a norm as it is now."""
+    weight = getattr(norm, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, dict[str, nn.Module]]:
+    """Kind and epsilon of the RMS norms of Q and K, and these; ``"none"`` where there are none.
 
     A norm over D features is per head, a wider one across heads.
 
@@ -278,5 +284,7 @@ def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, Tensor | No
                     f"than x / sqrt(mean(x^2) + {eps:g}) * weight; pass weights by from_weights()"
                 )
                 raise ValueError(message)
-        return "across_heads" if across.pop() else "per_head", float(eps), weights[0], weights[1]
-    return "none", 0.0, None, None
+        kind: Norm = "across_heads" if across.pop() else "per_head"
+        found = dict(zip("qk", norms, strict=True))
+        return kind, float(eps), {name: norm for name, norm in found.items() if norm is not None}
+    return "none", 0.0, {}

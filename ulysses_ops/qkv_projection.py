@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._native import NATIVE
+from .kinds import check_kind, check_tensors
 from .norm_rope_checks import (
     ALIGNMENT,
     Norm,
@@ -173,7 +174,9 @@ def _by_operators(
     for name, parts in zip(("q_out", "k_out", "v_out"), outs, strict=True):
         check_layout(OP, name, parts)
     in_order = [part for destination in zip(*outs, strict=True) for part in destination]
-    heads = F.linear(x, weight, bias).unflatten(-1, (-1, q_out[0].shape[3]))
+    with torch.autocast(x.device.type, enabled=False):
+        rows = F.linear(x, weight, bias)
+    heads = rows.unflatten(-1, (-1, q_out[0].shape[3]))
     pieces = heads.split([part.shape[2] for part in in_order], dim=2)
     q, k, v = (list(pieces[kind::3]) for kind in range(3))
     torch.ops.ulysses.qk_norm_rope_into(q, k, q_out, k_out, *vars(o).values())
@@ -290,7 +293,7 @@ def project_qkv_into(
             K, then of V.
         qkv_bias: ``(columns,)``, or none.
         q_out: One part ``(B, S, heads, D)`` for each destination; heads and D dense. None may
-            overlap an input.
+            overlap an input, or another output.
         k_out: The same for K, perhaps with other numbers of heads.
         v_out: The same for V.
         q_weight: Of the norm of Q, ``(D,)``, in the dtype of ``x`` or fp32, contiguous; all ones
@@ -311,13 +314,21 @@ def project_qkv_into(
 
     Source: RMSNorm, arXiv:1910.07467; RoPE, arXiv:2104.09864.
     """
-    given = [x, qkv_weight, *(one for one in (qkv_bias, q_weight, k_weight) if one is not None)]
+    check_tensors(OP, x=x, qkv_weight=qkv_weight)
+    optional = (qkv_bias, q_weight, k_weight, cos, sin)
+    given = [x, qkv_weight, *(one for one in optional if one is not None)]
     if torch.is_grad_enabled() and any(one.requires_grad for one in given):
         refuse(OP, "an input requires grad; call it under torch.no_grad()")
     outs = (list(q_out), list(k_out), list(v_out))
     options = (q_weight, k_weight, cos, sin, norm, rope, eps)
-    if order is not None and sorted(order) != list(range(len(outs[0]))):
-        refuse(OP, f"order={list(order)} must name each of the {len(outs[0])} destinations once")
+    if order is not None:
+        numbers = [index if type(index) is int else -1 for index in order]
+        if sorted(numbers) != list(range(len(outs[0]))):
+            refuse(
+                OP, f"order={list(order)} must name each of the {len(outs[0])} destinations once"
+            )
+    if progress is not None:
+        check_kind(OP, "progress", progress, Progress, "a Progress")
     o = _options(*options)
     is_beside = order is not None or progress is not None
     if is_beside and not torch.compiler.is_compiling() and _takes(x, outs, qkv_bias, o):

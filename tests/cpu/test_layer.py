@@ -327,3 +327,42 @@ def failing_kernel(rank: int, world_size: int) -> None:
 
 def test_a_kernel_that_raises_leaves_nothing_in_flight(ranks: Ranks) -> None:
     ranks(2).run(failing_kernel, timeout_s=30)
+
+
+class Normed(torch.nn.Module):
+    """An attention module with norms per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (torch.nn.Linear(32, 32) for _ in range(4))
+        self.norm_q, self.norm_k = torch.nn.RMSNorm(8, eps=1e-6), torch.nn.RMSNorm(8, eps=1e-6)
+
+
+def norms_that_change(rank: int, world_size: int) -> list[float]:
+    """Norm weights that are loaded, cast or replaced after construction, and their gradients."""
+    torch.manual_seed(0)
+    module = Normed()
+    x = torch.randn(1, 4, 32)
+    far = []
+    with UlyssesCommunicator(timeout_s=20) as comm:
+        layer = UlyssesAttention.from_module(comm, module, num_heads=4)
+        with torch.no_grad():
+            before = layer(x)
+            loaded = {name: 3 * tensor.clone() for name, tensor in module.state_dict().items()}
+            module.load_state_dict(loaded, assign=True)
+            module.norm_k.weight = torch.nn.Parameter(torch.full((8,), 0.5))
+            fresh = UlyssesAttention.from_module(comm, module, num_heads=4)(x)
+            far.append(float((layer(x) - fresh).abs().max()))
+            far.append(float((before - fresh).abs().max()))
+        layer(x).square().sum().backward()
+        for norm in (module.norm_q, module.norm_k):
+            assert norm.weight.grad is not None
+            far.append(float(norm.weight.grad.abs().max()))
+    return far
+
+
+def test_norms_of_a_module_are_followed(ranks: Ranks) -> None:
+    for stale, changed, *gradients in ranks(2).run(norms_that_change, timeout_s=30):
+        assert stale == 0
+        assert changed > 0.1  # control: another layer's result is another
+        assert min(gradients) > 0
