@@ -118,10 +118,11 @@ def sanitizers_table(record: Record) -> str:
         number(content["passed"], 0),
         number(content["failed"], 0),
         number(content["errors"], 0),
+        "; ".join(f"{what} ({count})" for what, count in content.get("failed_calls", {}).items()),
         number(content["seconds"], 0),
     )
-    head = ("compute-sanitizer", "tests", "passed", "failed", "errors", "seconds")
-    return markdown(head, [line])
+    head = ("compute-sanitizer", "tests", "passed", "failed", "errors", "calls that failed")
+    return markdown((*head, "seconds"), [line])
 
 
 def models_table(record: Record) -> str:

@@ -125,6 +125,24 @@ def test_every_process_counts() -> None:
     assert sanitize.errors_of("cut off") is None
 
 
+FAILED_CALL = """\
+========= Program hit CUDA_ERROR_NOT_PERMITTED (error 800) due to "operation not permitted" on \
+CUDA API call to cuMemCreate.
+=========     Saved host backtrace up to driver entry point at error
+=========         Host Frame: {frame} [0x536ad] in {library}
+=========         Host Frame: main [0x1] in python3
+=========
+"""
+
+
+def test_calls_that_failed_are_told_apart_from_errors() -> None:
+    theirs = FAILED_CALL.format(frame="c10::cuda::isFabricSupported()", library="libc10_cuda.so")
+    ours = FAILED_CALL.format(frame="ulysses_ops::Lanes::Lanes(long)", library="_C_cuda.so")
+    found = sanitize.failed_calls_of(theirs + ours + theirs)
+    assert found == {"cuMemCreate: CUDA_ERROR_NOT_PERMITTED, by c10::cuda::isFabricSupported()": 2}
+    assert sanitize.failed_calls_of("========= Invalid __global__ write of size 4 bytes") == {}
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -151,6 +169,6 @@ def test_what_was_recorded_is_told(tmp_path: Path) -> None:
         "| ce, eager | 2.0 | 2 | 2.01 | 2.03 | yes |",
         "| ce, graph | 2.0 | 1 | 3.50 | 3.50 | **no** |",
         "| ce | 1,000,000 | 18 | 0 | yes | 200 | 2.0 | 0 |",
-        "| memcheck | tests/gpu | 7 | 0 | 0 | 61 |",
+        "| memcheck | tests/gpu | 7 | 0 | 0 |  | 61 |",
     ):
         assert line in text
