@@ -9,7 +9,7 @@ from typing import get_args
 
 from .constants import Constants
 from .forecast import AfterSplit, Forecast, forecast_after, forecast_before, forecast_gemms
-from .qkv_projection import KERNEL_DESTINATIONS, KERNEL_HEAD_DIM
+from .qkv_projection import fits_kernel
 from .schedule import (
     NormRopePlace,
     OutputSplit,
@@ -65,7 +65,10 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     fits = problem.may_pack and not problem.norm_rope.is_identity
     packs = fits and gemms_us < PACKED_BELOW_US
     parts: QkvWeights = "packed" if packs else "apart"
-    is_one = packs and _fits_one_kernel(problem) and gemms_us < EPILOGUE_BELOW_US
+    sizes = (problem.head_dim, problem.width, problem.norm_rope.norm, problem.world_size)
+    is_one = (
+        packs and problem.itemsize == 2 and fits_kernel(*sizes) and gemms_us < EPILOGUE_BELOW_US
+    )
     place: NormRopePlace = "epilogue" if is_one else "apart"
     before = {split: forecast_before(problem, constants, split, parts, place) for split in splits}
     candidates: list[AfterSplit] = [
@@ -84,17 +87,6 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     why = _explain_weights(problem, schedule, gemms_us)
     explanation = _explain(problem, constants, schedule, before, after)
     return Plan(schedule, f"{explanation}\n{why}", before, after, copied)
-
-
-def _fits_one_kernel(p: Problem) -> bool:
-    """Whether ``project_qkv_into`` has a kernel for these sizes, on the right GPU."""
-    return (
-        p.head_dim == KERNEL_HEAD_DIM
-        and p.itemsize == 2
-        and p.width % 8 == 0
-        and p.world_size <= KERNEL_DESTINATIONS
-        and p.norm_rope.norm != "across_heads"
-    )
 
 
 def _packed_bytes(p: Problem) -> int:

@@ -119,6 +119,17 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == HOPPER
 
 
+def fits_kernel(head_dim: int, width: int, norm: str, num_destinations: int) -> bool:
+    """Whether the compiled kernel is for these sizes, in 16 bit and on the right GPU."""
+    return (
+        head_dim == KERNEL_HEAD_DIM
+        and width > 0
+        and width % 8 == 0
+        and norm != "across_heads"
+        and num_destinations <= KERNEL_DESTINATIONS
+    )
+
+
 def has_kernel(x: Tensor, head_dim: int, norm: str, num_destinations: int) -> bool:
     """Whether the compiled kernel projects rows of this dtype, width and device."""
     return (
@@ -126,11 +137,7 @@ def has_kernel(x: Tensor, head_dim: int, norm: str, num_destinations: int) -> bo
         and NATIVE.projection
         and _is_hopper(x.device.index)
         and x.dtype in KERNEL_DTYPES
-        and head_dim == KERNEL_HEAD_DIM
-        and norm != "across_heads"
-        and num_destinations <= KERNEL_DESTINATIONS
-        and x.shape[-1] > 0
-        and x.shape[-1] % 8 == 0
+        and fits_kernel(head_dim, x.shape[-1], norm, num_destinations)
         and x.shape[:-1].numel() < MAX_SIZE
     )
 
@@ -157,7 +164,12 @@ def _options(
     return Options(q_weight, k_weight, None, None, cos, sin, norm, rope, eps)
 
 
-def _by_operators(
+Arguments = tuple[
+    Tensor, Tensor, Tensor | None, tuple[list[Tensor], list[Tensor], list[Tensor]], Options
+]
+
+
+def _read(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -165,9 +177,14 @@ def _by_operators(
     k_out: list[Tensor],
     v_out: list[Tensor],
     *options: Any,
-) -> None:
-    o = _options(*options)
-    outs = (q_out, k_out, v_out)
+) -> Arguments:
+    """The operator's arguments, as :func:`_check` takes them."""
+    return x, weight, bias, (q_out, k_out, v_out), _options(*options)
+
+
+def _by_operators(*arguments: Any) -> None:
+    x, weight, bias, outs, o = _read(*arguments)
+    q_out, k_out, v_out = outs
     _check(x, weight, bias, outs, o)
     if not q_out:
         return
@@ -222,32 +239,16 @@ def _by_kernel(
     torch.ops.ulysses._project_qkv_sm90(x, weight, bias, *outs, *parameters, *options)
 
 
-def _on_cuda(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    q_out: list[Tensor],
-    k_out: list[Tensor],
-    v_out: list[Tensor],
-    *options: Any,
-) -> None:
-    o, outs = _options(*options), (q_out, k_out, v_out)
+def _on_cuda(*arguments: Any) -> None:
+    x, weight, bias, outs, o = _read(*arguments)
     if _takes(x, outs, bias, o):
         _by_kernel(x, weight, bias, outs, o)
     else:
-        _by_operators(x, weight, bias, *outs, *options)
+        _by_operators(*arguments)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    q_out: list[Tensor],
-    k_out: list[Tensor],
-    v_out: list[Tensor],
-    *options: Any,
-) -> None:
-    _check(x, weight, bias, (q_out, k_out, v_out), _options(*options))
+def _fake(*arguments: Any) -> None:
+    _check(*_read(*arguments))
 
 
 def _register() -> torch.library.Library:

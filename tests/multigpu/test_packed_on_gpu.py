@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -69,11 +70,28 @@ def test_replays(pair: RankPool, kind: NormRope, is_warm: bool) -> None:
     assert pair.run(replays, kind, is_warm, timeout_s=60) == [0, 0]
 
 
-def late_readers(rank: int, world_size: int, kind: NormRope, faults: int) -> int:
-    """Rounds from two streams in turn; a rank reads the windows late, while the next is issued.
+def read_late(
+    comm: UlyssesCommunicator,
+    layer: UlyssesAttention,
+    given: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
+    faults: int,
+) -> list[list[Tensor]]:
+    """Rounds from two streams in turn; a rank reads the windows late, while the next is issued."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found: list[list[Tensor]] = []
+    with fault(comm, faults):
+        for number, one in enumerate(given):
+            with torch.cuda.stream(streams[number % 2]):
+                windows = layer.project(*one)
+                if number % 2 == comm.rank:
+                    delay(10)
+                found.append([part.clone() for part in windows])
+        settle()
+    return found
 
-    The copy is made anew for the first of them, and read on the other stream next.
-    """
+
+def late_readers(rank: int, world_size: int, kind: NormRope, faults: int) -> int:
+    """The copy is made anew for the first of the late rounds, and read on the other stream next."""
     with communicator() as comm:
         layer, plain = fused_and_plain(comm, kind, PACKED)
         given = [inputs(comm, kind, 1, seed) for seed in range(20)]
@@ -82,16 +100,7 @@ def late_readers(rank: int, world_size: int, kind: NormRope, faults: int) -> int
             layer.q.weight.mul_(-2)  # the plain layer shares it
         expected = [[part.clone() for part in plain.project(*one)] for one in given]
         settle()
-        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        found: list[list[Tensor]] = []
-        with fault(comm, faults):
-            for number, one in enumerate(given):
-                with torch.cuda.stream(streams[number % 2]):
-                    windows = layer.project(*one)
-                    if number % 2 == rank:
-                        delay(10)
-                    found.append([part.clone() for part in windows])
-            settle()
+        found = read_late(comm, layer, given, faults)
         wrong = 0
         for got, wanted in zip(found, expected, strict=True):
             pairs = zip(got, wanted, strict=True)
@@ -195,16 +204,7 @@ def in_epilogue(rank: int, world_size: int, batch: int, faults: int) -> tuple[in
         given = [model_inputs(comm, batch, seed) for seed in range(12)]
         expected = [[part.clone() for part in plain.project(*one)] for one in given]
         settle()
-        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        found: list[list[Tensor]] = []
-        with fault(comm, faults):
-            for number, one in enumerate(given):
-                with torch.cuda.stream(streams[number % 2]):
-                    windows = layer.project(*one)
-                    if number % 2 == rank:
-                        delay(10)
-                    found.append([part.clone() for part in windows])
-            settle()
+        found = read_late(comm, layer, given, faults)
         for got, wanted in zip(found, expected, strict=True):
             pairs = zip(got, wanted, strict=True)
             # One rounding against three: within 2^-6 of the largest element; NaN is not.
