@@ -150,6 +150,7 @@ def layer_of(
         attention=block.attention,
         norm_rope_kernel=None if has_kernels(block.cosines.device) else _norm_rope_of(block),
         schedule=schedule,
+        pack_weights=True,
     )
     cos = block.cosines[:, 0, ::2].contiguous()
     sin = block.sines[:, 0, 1::2].contiguous()
