@@ -69,6 +69,7 @@ def power_table(record: Record) -> str:
         (
             _title(row) + ranks_of(row, record),
             TITLES.get(name, name),
+            "unknown" if power.links_awake is None else f"{100 * power.links_awake:.0f} %",
             number(power.watts, 0),
             number(power.sm_mhz, 0),
             number(power.step_us, 0),
@@ -84,6 +85,7 @@ def power_table(record: Record) -> str:
     head = (
         "block, graphs replayed without a pause",
         "variant",
+        "links awake",
         "W",
         "SM MHz",
         "us",

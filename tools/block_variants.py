@@ -23,9 +23,11 @@ from ulysses_ops.tools.block_setting import Run, Setting
 from ulysses_ops.tools.choosing import choose_names
 from ulysses_ops.tools.layer_variants import (
     HANDSHAKES_ALONE,
+    LINKS_AWAKE,
     SCHEDULES,
     SPLIT_ALONE,
     HandshakesAlone,
+    LinksAwake,
     SplitAlone,
     layer_variant,
 )
@@ -191,7 +193,11 @@ VARIANTS = (
     ),
     *(
         BlockVariant(name, layer_variant(PEERS_FIRST, kind), "none", is_ours=True, is_blind=True)
-        for name, kind in ((SPLIT_ALONE, SplitAlone), (HANDSHAKES_ALONE, HandshakesAlone))
+        for name, kind in (
+            (SPLIT_ALONE, SplitAlone),
+            (HANDSHAKES_ALONE, HandshakesAlone),
+            (LINKS_AWAKE, LinksAwake),
+        )
     ),
     BlockVariant("packed", packed, "nccl"),
     BlockVariant("overlapped", overlapped, "nccl"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ SCHEDULES: dict[str, Planned] = {
 }
 SPLIT_ALONE = "peers first without copies"
 HANDSHAKES_ALONE = "peers first with handshakes alone"
+LINKS_AWAKE = "peers first with links awake"
 EPILOGUE_ALONE = "one kernel without copies"
 EPILOGUE_HANDSHAKES = "one kernel with handshakes alone"
-LITTLE_ELEMS = 8
 
 
 class SplitAlone(UlyssesAttention):
@@ -73,20 +73,35 @@ class HandshakesAlone(UlyssesAttention):
 
     A rank that is slower for a moment holds up the others at every exchange, and not at the end
     alone. Results mean nothing.
+
+    Attributes:
+        num_elems: What a peer is sent in an exchange.
     """
+
+    num_elems: ClassVar[int] = 8
 
     @cached_property
     def _little(self) -> tuple[Window, Tensor]:
         """Somewhere to send, and what. Collective at first, before a capture."""
         comm = self.comm
-        dims = (1, comm.world_size, comm.world_size, LITTLE_ELEMS)
-        (window,) = reserve(comm, [WindowSpec("bench.little", "scatter", dims, torch.bfloat16)])
-        part = torch.zeros(1, 1, 1, LITTLE_ELEMS, dtype=torch.bfloat16, device=comm.device)
+        dims = (1, comm.world_size, comm.world_size, self.num_elems)
+        name = f"bench.little.{self.num_elems}"
+        (window,) = reserve(comm, [WindowSpec(name, "scatter", dims, torch.bfloat16)])
+        part = torch.zeros(1, 1, 1, self.num_elems, dtype=torch.bfloat16, device=comm.device)
         return window, part
 
     def begin_exchange(self) -> Exchange:
         """Start an exchange that sends little."""
         return SendsLittle(self.comm, *self._little)
+
+
+class LinksAwake(HandshakesAlone):
+    """The same with as much as wakes every link to the peers, and takes no time: 64 KiB.
+
+    What it costs over :class:`HandshakesAlone` is their power.
+    """
+
+    num_elems = 32 << 10
 
 
 class SendsLittle(Exchange):

@@ -5,7 +5,10 @@ kernels, where what is sent is hidden too. Cycles tell such a step from one that
 
     cycles = time of a step * SM clock
 
-Power and clock are those that torch reads from NVML.
+Links that carry nothing for a while save power, and leave it to the SMs; so part of what an
+exchange costs is that the links are awake.
+
+Power, clock and links are those that NVML tells.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ulysses_ops.tools.launch import RankContext
+from ulysses_ops.tools.link_power import LinkPower, read_link_power
 
 POWER = "power"
 SECONDS = 1.5  # NVML averages power over a second
@@ -33,11 +37,15 @@ class Power:
         step_us: Time of a step.
         watts: Power of a GPU.
         sm_mhz: Clock of its SMs.
+        links_awake: The part of its NVLinks that saved no power, 0 to 1; ``None`` where unknown.
+        links_sleep_after_us: Idle time after which a link saves power; likewise.
     """
 
     step_us: float
     watts: float
     sm_mhz: float
+    links_awake: float | None = None
+    links_sleep_after_us: int | None = None
 
     @property
     def cycles(self) -> float:
@@ -52,7 +60,9 @@ def measure_power(
     device = context.device
     a_chunk = math.ceil(CHUNK_S * 1e6 / step_us)
     chunks = math.ceil(SECONDS * 1e6 / (a_chunk * step_us))
-    looks: list[int] = []
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    clocks: list[int] = []
+    links: list[LinkPower | None] = []
     watts = 0.0
     ahead: deque[torch.cuda.Event] = deque()
     context.line_up(f"power of {what}")
@@ -66,9 +76,22 @@ def measure_power(
         ahead[-1].record()
         if len(ahead) > 2:
             context.finish(f"power of {what}", ahead.popleft())
-            watts, sm_mhz = torch.cuda.power_draw(device) / 1e3, torch.cuda.clock_rate(device)
-            looks.append(sm_mhz)
+            watts = torch.cuda.power_draw(device) / 1e3
+            clocks.append(torch.cuda.clock_rate(device))
+            links.append(read_link_power(uuid))
     context.finish(f"power of {what}", ahead[-1])
     step_us = start.elapsed_time(ahead[-1]) * 1e3 / (a_chunk * (chunks - chunks // 2))
-    mine = (step_us, watts, statistics.fmean(looks[len(looks) // 2 :]))
-    return Power(*map(statistics.fmean, zip(*context.gather(mine), strict=True)))
+    settled = len(clocks) // 2
+    mine = (step_us, watts, statistics.fmean(clocks[settled:]))
+    known = [one for one in links[settled:] if one is not None]
+    by_rank = context.gather((mine, known))
+    seen = [one for _, ones in by_rank for one in ones]
+    means = map(statistics.fmean, zip(*(figures for figures, _ in by_rank), strict=True))
+    step_us, watts, sm_mhz = means
+    return Power(
+        step_us,
+        watts,
+        sm_mhz,
+        links_awake=statistics.fmean(one.awake for one in seen) if seen else None,
+        links_sleep_after_us=seen[0].sleep_after_us if seen else None,
+    )

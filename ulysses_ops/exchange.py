@@ -122,6 +122,7 @@ class Exchange:
             UlyssesError: that rank's share of the window is in flight already.
         """
         comm = self._comm
+        is_compiling = torch.compiler.is_compiling()
         check_tensors("Exchange.send", x=x)
         check_kind("Exchange.send", "window", window, Window, "a Window, as reserve() returned it")
         if peer is not None:
@@ -132,18 +133,18 @@ class Exchange:
                 f"call it under torch.no_grad(), or use {window.layout.direction}()"
             )
             raise ValueError(message)
-        if not torch.compiler.is_compiling() and x.device != comm.device:  # a fake would do nothing
-            check_source(comm, window, x, peer, f"{window.layout.direction}_into")
-        is_new = window not in self._windows and window not in self._opened
-        if is_new and not torch.compiler.is_compiling():
-            announce(comm, window.key)
+        if not is_compiling:
+            if x.device != comm.device:  # a fake would do nothing
+                check_source(comm, window, x, peer, f"{window.layout.direction}_into")
+            if window not in self._windows and window not in self._opened:
+                announce(comm, window.key)
+            # Lazy views, which a dispatcher would copy anew at each use; compilers have none.
+            if x.is_conj() or x.is_neg():
+                x = x.resolve_conj().resolve_neg()
         if window.layout.direction == "scatter":
             send = torch.ops.ulysses.scatter_into.default
         else:
             send = torch.ops.ulysses.gather_into.default
-        # Lazy views, which a dispatcher would copy anew at each use; compilers have none.
-        if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):
-            x = x.resolve_conj().resolve_neg()
         try:
             with nullcontext() if self._has_turn else comm.turn.of("exchange"):
                 send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)

@@ -65,7 +65,8 @@ class Survey:
     notes: tuple[str, ...] = ()
 
 
-def _import_nvml() -> Any:
+def import_nvml() -> Any:
+    """The binding, which may be missing."""
     import pynvml
 
     return pynvml
@@ -74,7 +75,7 @@ def _import_nvml() -> Any:
 def survey(nvml: Any) -> Survey:
     """Read NVML between one init and one shutdown; ``nvml`` stands in for ``pynvml``."""
     if nvml is None:
-        nvml, why = attempt(_import_nvml)
+        nvml, why = attempt(import_nvml)
         if why:
             return Survey(Fact("unknown", "nvml", f"NVML not importable: {why}"))
     _, why = attempt(partial(methodcaller("nvmlInit"), nvml))
@@ -91,7 +92,7 @@ def survey(nvml: Any) -> Survey:
 def started(nvml: Any = None) -> Iterator[None]:
     """Keep NVML up, so that a survey within pays for its questions alone. Never raises."""
     if nvml is None:
-        nvml, _ = attempt(_import_nvml)
+        nvml, _ = attempt(import_nvml)
     _, why = attempt(partial(methodcaller("nvmlInit"), nvml))
     try:
         yield

@@ -200,33 +200,42 @@ void Group::send(WindowInfo& window, Source source, int64_t peer, cudaStream_t c
   }
   const auto copies = plan_copies(window.layout, rank_, source.strides, peer);
   const bool own_share = peer == kEveryRank || peer == rank_;
-  const auto issue = [&](bool own) {
-    for (const PitchedCopy& copy : copies) {
-      if ((copy.peer == rank_) == own) {
-        (own ? issue_own_copy : issue_copy)(copy, window.base_of_rank[copy.peer], source.base,
-                                            own ? lanes_.own() : lanes_.copy());
-      }
+  std::vector<OwnCopy> own;
+  for (const PitchedCopy& copy : copies) {
+    if (copy.peer == rank_) {
+      own.push_back({copy, window.base_of_rank[rank_], source.base});
     }
-  };
+  }
   lanes_.lead(caller, own_share, capture);
   const bool opens = channel.rounds.count(capture) == 0;
   if (opens) {
     follow_reader(channel, caller, capture);
   }
   // The own share needs no handshake. A graph starts it at once when it is issued first, and the
-  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md); an eager call
-  // takes 5 us to issue it, in which what the peers wait for is on its way already.
+  // exchange of 84 MB takes 244 us instead of 253 (2x H200, docs/design/measured.md). An eager call
+  // takes 5 us to issue it: `complete` does, behind everything that a peer waits for.
   if (capture != 0) {
-    issue(true);
+    issue_own(own);
   }
   if (opens) {
     ask_for_space(channel, window, capture);
   }
-  issue(false);
-  if (capture == 0) {
-    issue(true);
+  for (const PitchedCopy& copy : copies) {
+    if (copy.peer != rank_) {
+      issue_copy(copy, window.base_of_rank[copy.peer], source.base, lanes_.copy());
+    }
   }
-  channel.rounds[capture].note(window, peer, rank_, std::move(source), caller);
+  Round& round = channel.rounds[capture];
+  if (capture == 0) {
+    round.hold(own);
+  }
+  round.note(window, peer, rank_, std::move(source), caller);
+}
+
+void Group::issue_own(const std::vector<OwnCopy>& copies) {
+  for (const OwnCopy& own : copies) {
+    issue_own_copy(own.copy, own.dst, own.src, lanes_.own());
+  }
 }
 
 void Group::complete(const std::vector<const void*>& windows,
@@ -272,6 +281,9 @@ void Group::complete(const std::vector<const void*>& windows,
     }
   } else if (!channels.empty()) {
     shake(Step::kClose, channels.front()->description, std::move(awaited), capture);
+  }
+  for (const Channel* channel : channels) {
+    issue_own(channel->rounds.at(capture).held());
   }
   if (own_share) {
     lanes_.join_own(caller, capture);

@@ -101,6 +101,7 @@ class Group {
   const Channel& channel_of(const WindowInfo& window) const;
   void follow_reader(const Channel& channel, cudaStream_t caller, CaptureId capture);
   void ask_for_space(const Channel& channel, const WindowInfo& window, CaptureId capture);
+  void issue_own(const std::vector<OwnCopy>& copies);
   // A handshake on the copy stream, with a number in the log.
   void shake(Step step, std::shared_ptr<const std::string> subject, std::vector<Awaited> awaited,
              CaptureId capture);

@@ -39,6 +39,13 @@ struct Source {
   std::shared_ptr<void> keepalive;
 };
 
+// The own share of an eager send, which waits for `complete` to be issued.
+struct OwnCopy {
+  PitchedCopy copy;
+  char* dst = nullptr;
+  const char* src = nullptr;
+};
+
 class Round {
  public:
   // Throws when a share of `peer` (every share for kEveryRank) is in flight into the window
@@ -51,12 +58,14 @@ class Round {
 
   void note(const WindowInfo& window, int64_t peer, int64_t rank, Source source,
             cudaStream_t sender);
+  void hold(const std::vector<OwnCopy>& own) { held_.insert(held_.end(), own.begin(), own.end()); }
 
   const std::vector<Source>& sources() const { return sources_; }
   // Streams that sent; they own memory that is being read.
   const std::vector<cudaStream_t>& senders() const { return senders_; }
   uint64_t tag() const { return tag_; }  // a sum over windows: the order of parts does not matter
   bool has_own_share() const { return has_own_share_; }
+  const std::vector<OwnCopy>& held() const { return held_; }
 
  private:
   struct Sent {
@@ -68,6 +77,7 @@ class Round {
   std::vector<Sent> sent_;
   std::vector<Source> sources_;
   std::vector<cudaStream_t> senders_;
+  std::vector<OwnCopy> held_;
   uint64_t tag_ = 0;
   bool has_own_share_ = false;
 };

@@ -41,6 +41,7 @@ from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.layer_variants import (
     EPILOGUE,
     HANDSHAKES_ALONE,
+    LINKS_AWAKE,
     PACKED,
     SCHEDULES,
     SPLIT_ALONE,
@@ -53,7 +54,7 @@ from ulysses_ops.tools.timing import Effort
 
 TINY, BATCH = FUNCTIONAL_BLOCKS
 EFFORT = Effort(2, 0.5)
-BLIND = {SPLIT_ALONE, HANDSHAKES_ALONE}
+BLIND = {SPLIT_ALONE, HANDSHAKES_ALONE, LINKS_AWAKE}
 RUN_ON_CPU = {COMPUTE, OURS, NAIVE, "packed", "overlapped", *SCHEDULES, *BLIND}
 
 
