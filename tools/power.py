@@ -83,15 +83,15 @@ def measure_power(
     step_us = start.elapsed_time(ahead[-1]) * 1e3 / (a_chunk * (chunks - chunks // 2))
     settled = len(clocks) // 2
     mine = (step_us, watts, statistics.fmean(clocks[settled:]))
-    known = [one for one in links[settled:] if one is not None]
-    by_rank = context.gather((mine, known))
-    seen = [one for _, ones in by_rank for one in ones]
+    seen = [(one.awake, one.sleep_after_us) for one in links[settled:] if one is not None]
+    by_rank = context.gather((mine, seen))
+    looks = [look for _, of_rank in by_rank for look in of_rank]
     means = map(statistics.fmean, zip(*(figures for figures, _ in by_rank), strict=True))
     step_us, watts, sm_mhz = means
     return Power(
         step_us,
         watts,
         sm_mhz,
-        links_awake=statistics.fmean(one.awake for one in seen) if seen else None,
-        links_sleep_after_us=seen[0].sleep_after_us if seen else None,
+        links_awake=statistics.fmean(awake for awake, _ in looks) if looks else None,
+        links_sleep_after_us=looks[0][1] if looks else None,
     )

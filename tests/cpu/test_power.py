@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_power_is_of_the_time_in_which_clocks_have_settled(monkeypatch: pytest.M
         device="cuda",
         line_up=lambda what: None,
         finish=lambda what, event: None,
-        gather=lambda mine: [mine, ((mine[0][0], 450.0, mine[0][2]), [LinkPower(0.5, 50_000)])],
+        gather=lambda mine: json.loads(
+            json.dumps([mine, ((mine[0][0], 450.0, mine[0][2]), [(0.5, 50_000)])])
+        ),
     )
     power = measure_power(context, gpu.run, STEP_US, "a step")
     assert SECONDS * 1e6 <= gpu.now_us < (SECONDS + CHUNK_S) * 1e6

@@ -268,7 +268,7 @@ def refuse_after_opening(comm: UlyssesCommunicator, window: Window, x: torch.Ten
                 raise ValueError("the kernel does not like its mask")
             exchange.send(x, window)
 
-    with pytest.raises(ValueError, match="its mask") as refused:
+    with pytest.raises(UlyssesError, match="its mask") as refused:
         capture_step(comm, broken, warmup=1)
     with Exchange(comm) as exchange:
         exchange.send(x, window)
