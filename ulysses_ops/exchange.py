@@ -188,17 +188,6 @@ class Exchange:
                 raise UlyssesError(_sentence(error)) from error
         self._opened.append(window)
 
-    def open_ahead(self, window: Window) -> None:
-        """:meth:`open` while a step is captured for the copy engines, and nothing elsewhere.
-
-        For work of others between here and the first send, which may raise: that ends a capture
-        anyway, and would cost an eager caller the communicator.
-
-        Collective, as :meth:`open`.
-        """
-        if self._comm.copy_engine is not None and torch.cuda.is_current_stream_capturing():
-            self.open(window)
-
     def complete(self) -> None:
         """End all exchanges: windows may be read and sources reused on the current stream.
 

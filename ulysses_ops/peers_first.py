@@ -217,7 +217,6 @@ def attend(
         return _attend_by_heads(qkv, kernel, output, windows, begin)
     (window,) = windows
     with begin() as exchange:
-        exchange.open_ahead(window)
         if schedule.attention == schedule.output == "whole":
             exchange.send(kernel(*qkv), window)
         else:

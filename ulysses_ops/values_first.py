@@ -100,9 +100,8 @@ def _in_windows(
             beside = window.tensor.narrow(1, replicated.text_start, replicated.text_rows)
             beside.copy_(text.narrow(2, first, count))
     values, keys, queries = (window.tensor for window in inputs)
+    attended = attend(attention, share, comm.rank, queries, keys, values)
     with Exchange(comm) as exchange:
-        exchange.open_ahead(windows.out)
-        attended = attend(attention, share, comm.rank, queries, keys, values)
         exchange.send(attended, windows.out)
         if windows.text is not None:
             exchange.send(attended, windows.text)

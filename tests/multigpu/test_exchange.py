@@ -22,11 +22,8 @@ from ulysses_ops import (
     sdpa,
     ulysses_attention,
 )
-from ulysses_ops.exchange import pending_channels
-from ulysses_ops.graphs import capture_step
 from ulysses_ops.plan import Layout
 from ulysses_ops.reference import shard_of, window_of
-from ulysses_ops.windows import Window
 
 DTYPES = (
     torch.bfloat16,
@@ -226,59 +223,6 @@ def opened_early(rank: int, world_size: int) -> list[str]:
             exchange.send(x, window)
         settle()
     return refused
-
-
-def opened_ahead(rank: int, world_size: int) -> tuple[str, list[str], str]:
-    """What is in flight between opening ahead and the first send; outside of a capture nothing."""
-    with communicator() as comm:
-        (window,) = reserve(comm, [WindowSpec("ahead", "gather", (1, 8, 4, 16), torch.float32)])
-        x = torch.full(window.source_shape, float(rank), device=comm.device)
-        with Exchange(comm) as exchange:
-            exchange.open_ahead(window)
-            eager = pending_channels(comm)
-            exchange.send(x, window)
-        pending = []
-
-        def step() -> None:
-            with Exchange(comm) as exchange:
-                exchange.open_ahead(window)
-                pending.append(pending_channels(comm))
-                delay(2)
-                exchange.send(x, window)
-
-        graph = capture_step(comm, step, warmup=1)
-        for number in range(20):
-            x.fill_(100.0 * rank + number)
-            graph.replay()
-            for sender, part in enumerate(window.tensor.clone().chunk(world_size, dim=2)):
-                assert bool((part == 100.0 * sender + number).all()), (number, sender)
-        graph.close()
-        refused = refuse_after_opening(comm, window, x)
-        settle()
-        return eager, pending, refused
-
-
-def refuse_after_opening(comm: UlyssesCommunicator, window: Window, x: torch.Tensor) -> str:
-    """What goes wrong between opening ahead and the first send ends a capture, and nothing else."""
-
-    def broken() -> None:
-        with Exchange(comm) as exchange:
-            exchange.open_ahead(window)
-            if torch.cuda.is_current_stream_capturing():
-                raise ValueError("the kernel does not like its mask")
-            exchange.send(x, window)
-
-    with pytest.raises(UlyssesError, match="its mask") as refused:
-        capture_step(comm, broken, warmup=1)
-    with Exchange(comm) as exchange:
-        exchange.send(x, window)
-    return str(refused.value)
-
-
-def test_a_captured_round_is_opened_ahead_of_what_may_fail(pair: RankPool) -> None:
-    for eager, pending, refused in pair.run(opened_ahead, timeout_s=60):
-        assert eager == "" and pending[-1] == "ahead" and pending[0] == ""
-        assert "does not like its mask" in refused
 
 
 def test_a_round_may_be_opened_before_its_first_send(pair: RankPool) -> None:
