@@ -15,6 +15,7 @@
 
 #include "../check.h"
 #include "../cuda/stream.h"
+#include "../operands.h"
 #include "../plan.h"
 #include "../stack.h"
 #include "norm_rope_kernels.h"
@@ -28,7 +29,6 @@ using torch::stable::Tensor;
 using torch::stable::detail::to;
 
 constexpr const char* kOp = "qk_norm_rope_into";
-constexpr int64_t kAlignment = 16;
 
 struct Arguments {
   std::array<std::vector<Tensor>, 2> inputs;  // Q, K
@@ -47,11 +47,11 @@ struct Common {
   NormRopeSizes sizes;
   ScalarType dtype = ScalarType::BFloat16;
   int64_t device = 0;
+
+  ScalarType dtype_of(bool is_float) const { return is_float ? ScalarType::Float : dtype; }
 };
 
 const char* tensor_name(int tensor) { return tensor == 0 ? "q" : "k"; }
-
-bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; }
 
 std::array<int64_t, 4> four(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
   return {values[0], values[1], values[2], values[3]};
@@ -79,49 +79,11 @@ HeadPart head_part(const Tensor& part, const std::string& name, const Common& co
   STD_TORCH_CHECK(has_dense_heads(shape, strides), kOp, ": ", name, " has strides ",
                   to_string(strides),
                   "; heads and head_dim must be dense and rows apart: pass a contiguous copy");
-  STD_TORCH_CHECK(is_aligned(part.data_ptr()) && is_multiple(0) && is_multiple(1), kOp, ": ", name,
+  STD_TORCH_CHECK(is_aligned(part) && is_multiple(0) && is_multiple(1), kOp, ": ", name,
                   " must lie at a multiple of 16 bytes, and its rows too (strides ",
                   to_string(strides), "); pass a fresh copy");
   result.data = part.data_ptr();
   return result;
-}
-
-// Bytes from the first element to the last, those of others between them included.
-std::pair<const char*, const char*> extent(const HeadPart& part, const NormRopeSizes& sizes) {
-  const auto* begin = static_cast<const char*>(part.data);
-  const int64_t batches = sizes.batch == 1 ? 0 : (sizes.batch - 1) * part.batch_stride;
-  const int64_t rows = sizes.seq == 1 ? 0 : (sizes.seq - 1) * part.row_stride;
-  return {begin, begin + (batches + rows + part.heads * sizes.head_dim) * sizes.itemsize};
-}
-
-void check_apart(const HeadParts& from, const HeadParts& to, const NormRopeSizes& sizes) {
-  for (const HeadPart& in : from.inputs) {
-    for (const HeadPart& out : to.outputs) {
-      if (in.data == nullptr || out.data == nullptr) {
-        continue;
-      }
-      const auto [in_begin, in_end] = extent(in, sizes);
-      const auto [out_begin, out_end] = extent(out, sizes);
-      STD_TORCH_CHECK(in_end <= out_begin || out_end <= in_begin, kOp,
-                      ": an output lies between the first and the last element of an input; give "
-                      "memory of its own");
-    }
-  }
-}
-
-const void* parameter(const std::optional<Tensor>& tensor, const std::string& name,
-                      int64_t num_elems, bool is_float, const Common& common) {
-  if (!tensor.has_value()) {
-    return nullptr;
-  }
-  const ScalarType dtype = is_float ? ScalarType::Float : common.dtype;
-  STD_TORCH_CHECK(tensor->numel() == num_elems && tensor->is_contiguous() &&
-                      tensor->scalar_type() == dtype && tensor->is_cuda() &&
-                      tensor->get_device_index() == common.device && is_aligned(tensor->data_ptr()),
-                  kOp, ": ", name, " must hold ", num_elems,
-                  " elements, contiguous at a multiple of 16 bytes, on the device of q and k, all "
-                  "weights of one dtype and all biases of one dtype: that of q and k, or float32");
-  return tensor->data_ptr();
 }
 
 // Both parameters of one kind share a dtype; the one that is given says which.
@@ -139,15 +101,6 @@ Norm norm_of(const std::string& name) {
   return name == "none" ? Norm::kNone : Norm::kAcrossHeads;
 }
 
-Rope rope_of(const std::string& name) {
-  if (name == "interleaved") {
-    return Rope::kInterleaved;
-  }
-  STD_TORCH_CHECK(name == "half_split" || name == "none", kOp, ": rope='", name,
-                  "' must be 'none', 'interleaved' or 'half_split'");
-  return name == "none" ? Rope::kNone : Rope::kHalfSplit;
-}
-
 void set_tables(const Arguments& arguments, const Common& common, NormRopeParams& params) {
   if (params.rope == Rope::kNone) {
     return;
@@ -159,8 +112,12 @@ void set_tables(const Arguments& arguments, const Common& common, NormRopeParams
                   ": cos must be (S, D/2) or (S, D), with D=", common.sizes.head_dim);
   const int64_t num_elems = common.sizes.seq * width;
   params.table_width = static_cast<int32_t>(width);
-  params.cos = static_cast<const float*>(parameter(arguments.cos, "cos", num_elems, true, common));
-  params.sin = static_cast<const float*>(parameter(arguments.sin, "sin", num_elems, true, common));
+  const auto table = [&](const std::optional<Tensor>& given, const char* name) {
+    return static_cast<const float*>(
+        parameter(kOp, given, name, num_elems, ScalarType::Float, common.device));
+  };
+  params.cos = table(arguments.cos, "cos");
+  params.sin = table(arguments.sin, "sin");
 }
 
 NormRopeKernels kernels_of(ScalarType dtype) {
@@ -233,7 +190,7 @@ void norm_rope(const Arguments& arguments) {
   const Common common = common_of(arguments);
   NormRopeParams params;
   params.norm = norm_of(arguments.norm);
-  params.rope = rope_of(arguments.rope);
+  params.rope = rope_of(kOp, arguments.rope);
   params.eps = static_cast<float>(arguments.eps);
   params.weight_is_float = is_float(arguments.weight);
   params.bias_is_float = is_float(arguments.bias);
@@ -253,18 +210,22 @@ void norm_rope(const Arguments& arguments) {
                     name, "_weight goes with a norm; leave it out, or name the norm");
     const bool per_head = params.norm == Norm::kPerHead;
     if (params.norm != Norm::kNone && elems > 0) {
-      parts[tensor].weight =
-          parameter(arguments.weight[tensor], name + "_weight",
-                    per_head ? common.sizes.head_dim : elems, params.weight_is_float, common);
+      parts[tensor].weight = parameter(kOp, arguments.weight[tensor], name + "_weight",
+                                       per_head ? common.sizes.head_dim : elems,
+                                       common.dtype_of(params.weight_is_float), common.device);
     }
     if (elems > 0) {
-      parts[tensor].bias =
-          parameter(arguments.bias[tensor], name + "_bias", elems, params.bias_is_float, common);
+      parts[tensor].bias = parameter(kOp, arguments.bias[tensor], name + "_bias", elems,
+                                     common.dtype_of(params.bias_is_float), common.device);
     }
   }
-  for (const HeadParts& from : parts) {
-    for (const HeadParts& to : parts) {
-      check_apart(from, to, common.sizes);
+  for (const auto& inputs : arguments.inputs) {
+    for (const auto& outputs : arguments.outputs) {
+      for (const Tensor& in : inputs) {
+        for (const Tensor& out : outputs) {
+          check_apart(kOp, in, out);
+        }
+      }
     }
   }
   plan(common.sizes, parts[0], parts[1], params);

@@ -18,6 +18,7 @@
 
 #include "../check.h"
 #include "../cuda/stream.h"
+#include "../operands.h"
 #include "../stack.h"
 #include "qkv_projection_kernels.h"
 
@@ -29,7 +30,7 @@ using torch::stable::Tensor;
 using torch::stable::detail::to;
 
 constexpr const char* kOp = "project_qkv_into";
-constexpr int64_t kAlignedElems = 8;  // 16 bytes
+constexpr int64_t kAlignedElems = kAlignment / 2;  // of 16 bit
 constexpr int kMaxDevices = 64;
 constexpr int kNumTypes = 2;
 
@@ -42,10 +43,6 @@ struct Problem {
   std::optional<Tensor> cos;
   std::optional<Tensor> sin;
 };
-
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % (kAlignedElems * 2) == 0;
-}
 
 bool is_beside(const Tensor& tensor, const Tensor& x) {
   return tensor.is_cuda() && tensor.get_device_index() == x.get_device_index();
@@ -89,24 +86,6 @@ void check_rows(const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(x.size(2) > 0, kOp, ": x has rows of no elements");
 }
 
-// From the first byte to the last, those of others between them included.
-bool overlap(const Tensor& one, const Tensor& other) {
-  const auto extent = [](const Tensor& tensor) {
-    int64_t last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    }
-    const auto* begin = static_cast<const char*>(tensor.data_ptr());
-    return std::pair(begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size()));
-  };
-  if (one.numel() == 0 || other.numel() == 0) {
-    return false;
-  }
-  const auto [one_begin, one_end] = extent(one);
-  const auto [other_begin, other_end] = extent(other);
-  return one_begin < other_end && other_begin < one_end;
-}
-
 ProjectionSpan span_of(const Tensor& out, Part part, int32_t destination, int64_t first_head,
                        const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(out.dim() == 4 && out.size(0) == x.size(0) && out.size(1) == x.size(1) &&
@@ -121,35 +100,10 @@ ProjectionSpan span_of(const Tensor& out, Part part, int32_t destination, int64_
   };
   STD_TORCH_CHECK(dense && is_step(0) && is_step(1) && is_aligned(out), kOp,
                   ": outputs must have dense heads, and rows at multiples of 16 bytes");
-  STD_TORCH_CHECK(
-      !overlap(out, x) && !overlap(out, weight), kOp,
-      ": an output lies between the first and the last element of an input; give memory "
-      "of its own");
+  check_apart(kOp, x, out);
+  check_apart(kOp, weight, out);
   return {out.data_ptr(), out.stride(0), out.stride(1), static_cast<int32_t>(first_head),
           destination,    part};
-}
-
-const void* parameter(const std::optional<Tensor>& tensor, int64_t num_elems, ScalarType dtype,
-                      const Tensor& x, const char* name) {
-  if (!tensor.has_value()) {
-    return nullptr;
-  }
-  STD_TORCH_CHECK(tensor->numel() == num_elems && tensor->is_contiguous() &&
-                      tensor->scalar_type() == dtype && is_beside(*tensor, x) &&
-                      is_aligned(*tensor),
-                  kOp, ": ", name, " must hold ", num_elems,
-                  " contiguous elements of its dtype at a multiple of 16 bytes, on the device of "
-                  "x");
-  return tensor->data_ptr();
-}
-
-Rope rope_of(const std::string& name) {
-  if (name == "none") {
-    return Rope::kNone;
-  }
-  STD_TORCH_CHECK(name == "interleaved" || name == "half_split", kOp, ": rope='", name,
-                  "' must be 'none', 'interleaved' or 'half_split'");
-  return name == "interleaved" ? Rope::kInterleaved : Rope::kHalfSplit;
 }
 
 // Returns the heads of each destination.
@@ -214,12 +168,16 @@ void set_norm(const Problem& problem, const std::string& name, double eps,
   const auto& given = problem.norm[0].has_value() ? problem.norm[0] : problem.norm[1];
   params.norm_is_float = given.has_value() && given->scalar_type() == ScalarType::Float;
   const ScalarType dtype = params.norm_is_float ? ScalarType::Float : problem.x.scalar_type();
-  params.norm[0] = parameter(problem.norm[0], kProjectionHeadDim, dtype, problem.x, "q_weight");
-  params.norm[1] = parameter(problem.norm[1], kProjectionHeadDim, dtype, problem.x, "k_weight");
+  const auto weight = [&](int tensor, const char* name) {
+    return parameter(kOp, problem.norm[tensor], name, kProjectionHeadDim, dtype,
+                     problem.x.get_device_index());
+  };
+  params.norm[0] = weight(0, "q_weight");
+  params.norm[1] = weight(1, "k_weight");
 }
 
 void set_angles(const Problem& problem, const std::string& rope, ProjectionParams& params) {
-  params.rope = rope_of(rope);
+  params.rope = rope_of(kOp, rope);
   if (params.rope == Rope::kNone) {
     return;
   }
@@ -229,12 +187,13 @@ void set_angles(const Problem& problem, const std::string& rope, ProjectionParam
   STD_TORCH_CHECK(width == kProjectionHeadDim || width * 2 == kProjectionHeadDim, kOp,
                   ": cos must be (S, D/2) or (S, D), with D=", kProjectionHeadDim);
   const int64_t num_elems = problem.x.size(1) * width;
-  const Tensor& x = problem.x;
+  const auto table = [&](const std::optional<Tensor>& given, const char* name) {
+    return static_cast<const float*>(
+        parameter(kOp, given, name, num_elems, ScalarType::Float, problem.x.get_device_index()));
+  };
   params.table_width = static_cast<int32_t>(width);
-  params.cos =
-      static_cast<const float*>(parameter(problem.cos, num_elems, ScalarType::Float, x, "cos"));
-  params.sin =
-      static_cast<const float*>(parameter(problem.sin, num_elems, ScalarType::Float, x, "sin"));
+  params.cos = table(problem.cos, "cos");
+  params.sin = table(problem.sin, "sin");
 }
 
 // (Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor(a!)[] q_out, Tensor(b!)[] k_out,
@@ -275,7 +234,7 @@ void project_qkv(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   }
   set_norm(problem, norm, to<double>(stack[12]), params);
   set_angles(problem, rope, params);
-  params.bias = parameter(problem.bias, weight.size(0), x.scalar_type(), x, "qkv_bias");
+  params.bias = parameter(kOp, problem.bias, "qkv_bias", weight.size(0), x.scalar_type(), device);
   params.num_rows = static_cast<int32_t>(x.size(0) * x.size(1));
   params.depth = static_cast<int32_t>(x.size(2));
   if (params.num_rows == 0 || params.num_heads == 0) {
