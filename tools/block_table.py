@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from ulysses_ops.tools.block_variants import COMPUTE, OURS, VARIANTS
+from ulysses_ops.tools.layer_variants import (
+    HANDSHAKES_ALONE,
+    LINKS_AWAKE,
+    PLANNED,
+    SCHEDULES,
+    SPLIT_ALONE,
+)
 from ulysses_ops.tools.markdown import (
     Record,
     all_exact,
@@ -18,8 +25,10 @@ from ulysses_ops.tools.power import POWER, Power
 from ulysses_ops.tools.projection_variants import GEMMS, PROJECTIONS, QKV
 from ulysses_ops.tools.results import Row
 
+OTHER_SCHEDULES = {*SCHEDULES, SPLIT_ALONE, HANDSHAKES_ALONE} - {PLANNED}
 TITLES = {
-    OURS: "ours",
+    OURS: "ours, V first",
+    PLANNED: "ours, as planned",
     "naive": "NCCL",
     "packed": "NCCL, packed Q K V",
     "overlapped": "NCCL, overlapped",
@@ -32,16 +41,26 @@ TITLES = {
 def block_table(record: Record) -> str:
     """One shape and mode a line: compute only, and the tax of every variant that ran anywhere.
 
-    ``exact`` is over the variants whose bits are compared; beside it stands how far the others may
-    be off, as a part of the output's norm, where they ran.
+    Of the layer's schedules the planned one; :func:`schedules_table` has the others. ``exact`` is
+    over the variants whose bits are compared; beside it stands how far the others may be off, as a
+    part of the output's norm, where they ran.
     """
+    return _block_table(record, {v.name for v in VARIANTS} - OTHER_SCHEDULES)
+
+
+def schedules_table(record: Record) -> str:
+    """The same for the schedules of the layer, and for what is left of one when it sends less."""
+    return _block_table(record, {PLANNED, LINKS_AWAKE} | OTHER_SCHEDULES)
+
+
+def _block_table(record: Record, shown: set[str]) -> str:
     rows: dict[tuple[str, int, str], dict[str, Row]] = {}
     for row in record.rows:
         if row.op == "block":
             of_line = rows.setdefault((row.model, row.world_size, row.mode), {})
             of_line[str(detail(row, "variant"))] = row
     ran = {name for by_variant in rows.values() for name in by_variant}
-    names = [v.name for v in VARIANTS if v.name in ran and v.name != COMPUTE]
+    names = [v.name for v in VARIANTS if v.name in ran & shown and v.name != COMPUTE]
     lines = [
         _line(f"{ranks_of(by_variant[COMPUTE], record)}, {mode}", by_variant, names)
         + commits_of_rows(by_variant.values(), record)
@@ -55,7 +74,7 @@ def block_table(record: Record) -> str:
         "exact",
         *head_of_commits(record),
     )
-    return markdown(head, lines) if lines else ""
+    return markdown(head, lines) if lines and names else ""
 
 
 def power_table(record: Record) -> str:
@@ -123,7 +142,7 @@ def projection_table(record: Record) -> str:
         for by_variant in rows.values()
         if GEMMS in by_variant
     ]
-    titles = {**TITLES, COMPUTE: "with norm and RoPE, nothing sent", OURS: "ours, V first"}
+    titles = {**TITLES, COMPUTE: "with norm and RoPE, nothing sent"}
     head = (
         "before attention, in a graph",
         "GEMMs, us",

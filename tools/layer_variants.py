@@ -26,11 +26,12 @@ from ulysses_ops.windows import Window, reserve
 
 Planned = Schedule | Literal["auto"]
 
+PLANNED = "as planned"
 PACKED = "peers first packed"
 EPILOGUE = "peers first in one kernel"  # a rank's heads of Q, K and V, norm and RoPE included
 # By the name of the variant.
 SCHEDULES: dict[str, Planned] = {
-    "as planned": "auto",
+    PLANNED: "auto",
     "peers first": PEERS_FIRST,
     PACKED: replace(PEERS_FIRST, qkv_weights="packed"),
     EPILOGUE: replace(PEERS_FIRST, qkv_weights="packed", norm_rope="epilogue"),

@@ -16,7 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_ops.tools.block_table import block_table, power_table, projection_table
+from ulysses_ops.tools.block_table import (
+    block_table,
+    power_table,
+    projection_table,
+    schedules_table,
+)
 from ulysses_ops.tools.fault_table import (
     deaths_table,
     faults_table,
@@ -199,6 +204,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "exchange": exchange_table,
     "attention": attention_table,
     "block": block_table,
+    "schedules": schedules_table,
     "power": power_table,
     "qkv": projection_table,
     "step": step_table,

@@ -114,6 +114,7 @@ def read_trace(trace: Mapping[str, Any]) -> Timeline:
         event
         for event in events
         if event["cat"] in ON_HOST
+        and event.get("tid") == mark.get("tid")  # a thread of the watchdog's has calls of its own
         and begin <= float(event["ts"]) <= end
         and LAUNCH.match(event["name"])
     ]

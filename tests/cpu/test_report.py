@@ -25,7 +25,7 @@ from ulysses_ops.tools.benchmark_plan import (
 )
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans, with_trials
 from ulysses_ops.tools.block_job import BlockJob
-from ulysses_ops.tools.block_table import block_table, projection_table
+from ulysses_ops.tools.block_table import block_table, projection_table, schedules_table
 from ulysses_ops.tools.block_trial import Tried
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
 from ulysses_ops.tools.markdown import Record
@@ -253,7 +253,7 @@ def test_blocks_have_a_table(tmp_path: Path) -> None:
     table = block_table(Record("h200-x2", "block", content))
     where = "Wan 480p, S=32760, H=40"
     assert table.splitlines() == [
-        "| block | compute only, us | ours | NCCL | exact |",
+        "| block | compute only, us | ours, V first | NCCL | exact |",
         "| --- | ---: | ---: | ---: | ---: |",
         f"| {where}, graph | 1,000 | +4.0 % (3.0 to 5.0) | +25.0 % (24.0 to 26.0) | yes |",
         f"| {where}, eager | 1,000 | -1.0 % (-2.0 to 0.0) | not run | yes |",
@@ -264,6 +264,10 @@ def test_blocks_have_a_table(tmp_path: Path) -> None:
         entry = rows_to_json([replace(row, exact=None)])[0]
         content["rows"].append({**entry, "details": {**entry["details"], **details}})
     assert "| yes, others 4.2e-03 |" in block_table(Record("h200-x2", "block", content))
+    table = schedules_table(Record("h200-x2", "block", content))
+    head, _, line, *_ = table.splitlines()
+    assert "| peers first | peers first without copies |" in head
+    assert "| +1.0 % (0.0 to 2.0) | +1.0 % (0.0 to 2.0) |" in line
     content["rows"][1]["exact"] = False
     assert "**no**" in block_table(Record("h200-x2", "block", content))
     assert block_table(Record("h200-x2", "other", {"rows": []})) == ""

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ulysses_ops.tools.timeline import STEP, Timeline, merged, overlap, read_trace
+from ulysses_ops.tools.timeline import ON_GPU, STEP, Timeline, merged, overlap, read_trace
 
 
 def event(name: str, cat: str, start: float, end: float, stream: int = 7) -> dict[str, Any]:
     args = {"stream": stream} if cat in ("kernel", "gpu_memcpy") else {}
-    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start, "args": args}
+    call = {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start, "args": args}
+    return call if cat in ON_GPU else {**call, "tid": 1}
 
 
 def a_trace(*more: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +77,8 @@ def test_launches_of_every_kind_count() -> None:
     calls = ["cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpy2DAsync", "cuStreamBatchMemOp_v2"]
     more = [event(name, "cuda_runtime", 1030, 1031) for name in calls]
     others = [event(name, "cuda_driver", 1032, 1033) for name in ("cuStreamWaitEvent", "cuCtxGetX")]
-    assert read_trace(a_trace(*more, *others)).launches == 1 + len(calls)
+    beside = [{**event(name, "cuda_runtime", 1034, 1035), "tid": 2} for name in calls]
+    assert read_trace(a_trace(*more, *others, *beside)).launches == 1 + len(calls)
 
 
 def test_a_trace_without_a_mark_is_refused() -> None:
