@@ -77,7 +77,7 @@ def test_cycles_tell_a_slower_clock_from_a_wait() -> None:
     table = power_table(recorded(rows))
     assert [(line[1], line[2], line[6], line[8]) for line in cells(table)] == [
         ("compute", "unknown", "", ""),
-        ("ours", "unknown", "+3.0 %", "-0.0 %"),
+        ("ours, V first", "unknown", "+3.0 %", "-0.0 %"),
         ("NCCL", "unknown", "+10.0 %", "+10.0 %"),
     ]
     assert block_table(recorded(rows)) == ""
