@@ -39,7 +39,7 @@ struct Source {
   std::shared_ptr<void> keepalive;
 };
 
-// The own share of an eager send, which waits for `complete` to be issued.
+// A copy of the own share. Those of eager sends are held until `complete`.
 struct OwnCopy {
   PitchedCopy copy;
   char* dst = nullptr;
