@@ -22,7 +22,7 @@ from .layer_checks import check_chunks, check_inputs, check_no_autocast, check_p
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .packed_projection import PackedWeights
-from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, row_factor
+from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, norm_rope_rows
 from .peers_first import Output, Projected, attend
 from .planner import Plan, plan_schedule
 from .progress import Progress
@@ -290,7 +290,7 @@ class UlyssesAttention(nn.Module):
             return attend(
                 self._project(x, cos, sin, schedule, qkv),
                 self._attention,
-                Output(self.out.weight, self.out.bias, self._chunks(schedule.head_chunks)),
+                Output(self.out.weight, self.out.bias),
                 outs,
                 self.comm.rank,
                 schedule,
@@ -385,19 +385,6 @@ class UlyssesAttention(nn.Module):
         windows = reserve(self.comm, [*specs, *outs])
         return windows[:3], windows[3:]
 
-    def _chunks(self, chunks: int) -> list[Tensor]:
-        """Columns of the output weight by chunk; in one, those of every rank's heads of it.
-
-        Copied in each step, also in a captured one: a copy that is kept cannot tell for sure that
-        the weight has changed since.
-        """
-        if chunks == 1:
-            return []
-        weight = self.out.weight.detach()
-        heads = self.num_heads // self.comm.world_size // chunks
-        by_chunk = weight.view(-1, self.comm.world_size, chunks, heads * self.head_dim)
-        return [part.flatten(1) for part in by_chunk.unbind(2)]
-
     def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         check_inputs(x, self.q.weight, self.comm.device)
         check_tables(x, cos, sin, rope=self.norm_rope.rope, head_dim=self.head_dim)
@@ -413,16 +400,9 @@ class UlyssesAttention(nn.Module):
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of this rank's rows, ``(B, S_local, H, D)``."""
-
-        def transformed(layer: nn.Linear, weight: Tensor | None) -> Tensor:
-            heads: Tensor = layer(x).unflatten(-1, (-1, self.head_dim))
-            if self.norm_rope.is_identity:
-                return heads
-            is_across = self.norm_rope.norm == "across_heads"
-            factor = row_factor(heads, self.norm_rope.eps) if is_across else None
-            kernel = self._norm_rope_kernel or apply_norm_rope
-            return kernel(heads, self.norm_rope, weight, factor, cos, sin)
-
-        v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        k = transformed(self.k, self.k_norm)
-        return transformed(self.q, self.q_norm), k, v
+        kernel = self._norm_rope_kernel or apply_norm_rope
+        v, k, q = (
+            layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.v, self.k, self.q)
+        )
+        k = norm_rope_rows(k, self.norm_rope, self.k_norm, cos, sin, kernel)
+        return norm_rope_rows(q, self.norm_rope, self.q_norm, cos, sin, kernel), k, v

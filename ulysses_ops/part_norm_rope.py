@@ -123,6 +123,21 @@ def apply_norm_rope(
     return out.copy_(wide)
 
 
+def norm_rope_rows(
+    x: Tensor,
+    kind: NormRope,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kernel: NormRopeKernel = apply_norm_rope,
+) -> Tensor:
+    """:func:`apply_norm_rope` for rows with all of their heads, which need no factor given."""
+    if kind.is_identity:
+        return x
+    factor = row_factor(x, kind.eps) if kind.norm == "across_heads" else None
+    return kernel(x, kind, weight, factor, cos, sin)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 

@@ -178,12 +178,10 @@ class Output:
     Attributes:
         weight: ``(out_width, H * D)``.
         bias: ``(out_width,)``, or none.
-        chunks: For attention by head chunks: the columns of ``weight`` for each chunk.
     """
 
     weight: Tensor
     bias: Tensor | None
-    chunks: Sequence[Tensor] = ()
 
     def of_heads(self, window: Window, ranks: range) -> tuple[Tensor, Tensor]:
         """What arrived in the window from these ranks, and the columns that it is for."""
@@ -191,6 +189,15 @@ class Output:
         first, last = layout.head_offset(ranks.start), layout.head_offset(ranks.stop)
         columns = slice(first * layout.head_dim, last * layout.head_dim)
         return window.tensor.flatten(2)[..., columns], self.weight[:, columns]
+
+    def by_chunk(self, chunks: int, world_size: int) -> list[Tensor]:
+        """The columns for each chunk of heads: those of every rank's heads of it.
+
+        Copied in each step, also in a captured one: a copy that is kept cannot tell for sure that
+        the weight has changed since.
+        """
+        columns = self.weight.detach().unflatten(1, (world_size, chunks, -1))
+        return [part.flatten(1) for part in columns.unbind(2)]
 
 
 def attend(
@@ -266,6 +273,7 @@ def _attend_by_heads(
 ) -> Tensor:
     """Chunk after chunk: one is attended while the one before it travels."""
     q, k, v = (x.chunk(len(windows), dim=2) for x in qkv)
+    weights = output.by_chunk(len(windows), windows[0].layout.world_size)
     y: Tensor | None = None
     with ExitStack() as rounds:  # forgets, after an error, what is in flight
         exchange = rounds.enter_context(begin())
@@ -274,14 +282,14 @@ def _attend_by_heads(
             exchange.complete()  # the chunk before: its copy is over by now
             exchange.send(attended, window)
             if chunk > 0:
-                y = _add_chunk(y, windows[chunk - 1], output, chunk - 1)
-    return _add_chunk(y, windows[-1], output, len(windows) - 1)
+                y = _add_chunk(y, windows[chunk - 1], weights[chunk - 1], output.bias)
+    return _add_chunk(y, windows[-1], weights[-1], output.bias)
 
 
-def _add_chunk(y: Tensor | None, window: Window, output: Output, chunk: int) -> Tensor:
-    received, weight = window.tensor.flatten(2), output.chunks[chunk]
+def _add_chunk(y: Tensor | None, window: Window, weight: Tensor, bias: Tensor | None) -> Tensor:
+    received = window.tensor.flatten(2)
     if y is None:
-        return F.linear(received, weight, output.bias)
+        return F.linear(received, weight, bias)
     _add_product(y, received, weight)
     return y
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -226,11 +227,12 @@ def test_an_injector_strikes_once_and_only_while_its_seams_are_in_place() -> Non
 
 
 def test_no_cell_begins_behind_the_time_limit() -> None:
+    one_by_one = replace(SETTING, parallel=1)  # and one takes longer than the limit
     other = Fault("stopped", EXCHANGE)
-    assert run_matrix(SETTING, [LATE, other], time_limit_s=0.0) == []
+    assert run_matrix(one_by_one, [LATE, other], time_limit_s=0.0) == []
     begun: list[str] = []
     cells = run_matrix(
-        SETTING, [LATE, other], time_limit_s=0.2, on_cell=lambda cell: begun.append(cell.fault)
+        one_by_one, [LATE, other], time_limit_s=0.2, on_cell=lambda cell: begun.append(cell.fault)
     )
     assert [cell.outcome for cell in cells] == ["right"]
     assert begun == ["late"]
