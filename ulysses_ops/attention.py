@@ -14,7 +14,14 @@ from .communicator import UlyssesCommunicator
 from .exchange import check_source
 from .functional import FUNCTIONAL_NAMES
 from .heads import share_heads
-from .kinds import check_callable, check_kind, check_sizes, check_tensors, shown
+from .kinds import (
+    check_callable,
+    check_dense,
+    check_kind,
+    check_sizes,
+    check_tensors,
+    shown,
+)
 from .names import check_communicator
 from .plan import as_tuple, checked_splits, layout_of_source
 from .values_first import (
@@ -208,6 +215,8 @@ def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: shapes, dtypes or devices differ where they must not.
     """
     check_tensors(op, q=q, k=k, v=v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(op, x, name)
     if (
         q.dim() != 4
         or k.dim() != 4

@@ -61,6 +61,7 @@ class CollectiveRounds:
     def __init__(self) -> None:
         """Start with nothing in flight."""
         self._sent: dict[int, _Sent] = {}
+        self._opened: set[str] = set()  # channels whose round has begun
 
     @staticmethod
     def of(comm: UlyssesCommunicator) -> CollectiveRounds:
@@ -75,12 +76,24 @@ class CollectiveRounds:
     def close(self) -> None:
         """Forget what was never completed."""
         self._sent.clear()
+        self._opened.clear()
+
+    def has_round(self, channel: str) -> bool:
+        """Whether a round of this channel has begun."""
+        return channel in self._opened or any(
+            sent.window.channel == channel for sent in self._sent.values()
+        )
+
+    def open(self, channel: str) -> None:
+        """Begin a round ahead of its first send. Nothing leaves before completion anyway."""
+        self._opened.add(channel)
 
     def abandon(self, windows: Sequence[Window]) -> None:
         """Forget what was sent into these windows: nothing of it has left yet."""
         for window in windows:
             window.is_in_flight = False
             self._sent.pop(window.address, None)
+            self._opened.discard(window.channel)
 
     def send(self, op: str, x: Tensor, window: Window, peer: int | None) -> None:
         """Note a tensor, or the part for one rank, to be sent.
@@ -93,8 +106,8 @@ class CollectiveRounds:
             message = (
                 f"{op}: window '{window.spec.name}' of channel "
                 f"'{window.channel}' already has an exchange in flight for "
-                f"rank {'all' if sent.whole is not None or peer is None else peer}; call complete "
-                f"before sending into it again"
+                f"rank {'all' if sent.whole is not None or peer is None else peer}; complete it "
+                f"before sending again, or close the communicator if it was given up"
             )
             raise UlyssesError(message)
         if peer is None:
@@ -113,10 +126,11 @@ class CollectiveRounds:
         Raises:
             UlyssesError: windows and sources are not exactly those in flight.
         """
-        rounds = self._checked(comm, windows, sources)
-        self.abandon([sent.window for sent in rounds])
-        for sent in rounds:
-            _exchange(comm, sent.window.layout, sent.prepare, sent.window.key)
+        with comm.turn.of("complete"):  # a thread that is refused has lost nothing
+            rounds = self._checked(comm, windows, sources)
+            self.abandon([sent.window for sent in rounds])
+            for sent in rounds:
+                _exchange(comm, sent.window.layout, sent.prepare, sent.window.key)
 
     def _checked(
         self, comm: UlyssesCommunicator, windows: list[Window], sources: list[Tensor]

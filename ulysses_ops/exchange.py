@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .collective import CollectiveRounds
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
-from .kinds import check_kind, check_tensors
+from .kinds import check_dense, check_kind, check_tensors
 from .names import check_communicator
 from .windows import Window, WindowCache
 
@@ -87,7 +88,8 @@ class Exchange:
     by an exception completes nothing: with NCCL and gloo what was sent is forgotten, with the copy
     engines it is on its way and the communicator has to be closed.
 
-    The block is one call of its thread: another thread that calls meanwhile is refused.
+    The block is one call of its thread: another thread that calls meanwhile is refused, also on the
+    same object. It is entered once at a time.
 
     Collective: every rank sends into the same windows in the same order.
     """
@@ -103,7 +105,7 @@ class Exchange:
         self._windows: list[Window] = []
         self._sources: list[Tensor] = []
         self._opened: list[Window] = []
-        self._has_turn = False
+        self._thread = 0  # in whose block it is
 
     def send(self, x: Tensor, window: Window, *, peer: int | None = None) -> None:
         """Begin sending ``x`` into ``window`` of every rank, in the window's direction.
@@ -146,10 +148,11 @@ class Exchange:
         else:
             send = torch.ops.ulysses.gather_into.default
         try:
-            with nullcontext() if self._has_turn else comm.turn.of("exchange"):
+            with self._turn():
                 send(x, window.tensor, comm.token, comm.world_size, comm.name, peer)
         except RuntimeError as error:
             comm.check_open("exchange")
+            check_dense("Exchange.send", x)
             found = window_of(comm, window.tensor, f"{window.layout.direction}_into")
             check_source(comm, found, x, peer, f"{window.layout.direction}_into")
             raise UlyssesError(_sentence(error)) from error
@@ -170,23 +173,34 @@ class Exchange:
             ValueError: ``window`` is none of the communicator's.
             UlyssesError: the channel has an exchange in flight.
         """
+        comm = self._comm
         check_kind("Exchange.open", "window", window, Window, "a Window, as reserve() returned it")
-        window_of(self._comm, window.tensor, "Exchange.open")
-        self._comm.check_open("exchange")
-        if any(window.channel == other.channel for other in (*self._windows, *self._opened)):
+        comm.check_open("exchange")
+        window_of(comm, window.tensor, "Exchange.open")
+        with self._turn():
+            self._open(window)
+        self._opened.append(window)
+
+    def _open(self, window: Window) -> None:
+        comm = self._comm
+        known = any(window.channel == other.channel for other in (*self._windows, *self._opened))
+        if known or (
+            comm.copy_engine is None and CollectiveRounds.of(comm).has_round(window.channel)
+        ):
             message = (
                 f"exchange: channel '{window.channel}' has an exchange in flight; complete it "
                 f"before opening another"
             )
             raise UlyssesError(message)
-        announce(self._comm, window.key)
-        if self._comm.copy_engine is not None:
-            try:
-                self._comm.copy_engine.open_round(window.address)
-            except RuntimeError as error:
-                self._comm.check_open("exchange")
-                raise UlyssesError(_sentence(error)) from error
-        self._opened.append(window)
+        announce(comm, window.key)
+        if comm.copy_engine is None:
+            CollectiveRounds.of(comm).open(window.channel)
+            return
+        try:
+            comm.copy_engine.open_round(window.address)
+        except RuntimeError as error:
+            comm.check_open("exchange")
+            raise UlyssesError(_sentence(error)) from error
 
     def complete(self) -> None:
         """End all exchanges: windows may be read and sources reused on the current stream.
@@ -194,6 +208,10 @@ class Exchange:
         Raises:
             UlyssesError: a round that was opened was sent nothing.
         """
+        with self._turn():
+            self._complete()
+
+    def _complete(self) -> None:
         sent = {window.channel for window in self._windows}
         for window in self._opened:
             if window.channel not in sent:
@@ -214,15 +232,31 @@ class Exchange:
                     comm.name,
                 )
             except RuntimeError as error:
+                if comm.copy_engine is None and not any(w.is_in_flight for w in self._windows):
+                    self._windows, self._sources = [], []  # lost on the way
                 comm.check_open("complete")
                 raise UlyssesError(_sentence(error)) from error
             self._windows, self._sources = [], []
 
+    def _turn(self) -> AbstractContextManager[None]:
+        """This thread's turn, which it has inside of its block."""
+        if torch.compiler.is_compiling() or self._thread == threading.get_ident():
+            return nullcontext()
+        return self._comm.turn.of("exchange")
+
     def __enter__(self) -> Exchange:
-        """Take the communicator's turn and return itself."""
+        """Take the communicator's turn and return itself.
+
+        Raises:
+            UlyssesError: another thread has the turn, or this block is entered already.
+        """
         if not torch.compiler.is_compiling():
             self._comm.turn.take("exchange")
-            self._has_turn = True
+            if self._thread:
+                self._comm.turn.give()
+                message = "exchange: this block is entered already; make an Exchange for each block"
+                raise UlyssesError(message)
+            self._thread = threading.get_ident()
         return self
 
     def __exit__(
@@ -231,15 +265,23 @@ class Exchange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete, unless an exception is on its way out."""
+        """Complete, unless an exception is on its way out.
+
+        Raises:
+            UlyssesError: another thread entered the block.
+        """
+        if self._thread and self._thread != threading.get_ident():
+            message = "exchange: another thread entered this block; leave it there"
+            raise UlyssesError(message)
         try:
             if kind is None:
                 self.complete()
         finally:  # what was not completed cannot be completed any more
-            if self._windows and self._comm.copy_engine is None:
-                CollectiveRounds.of(self._comm).abandon(self._windows)
-            if self._has_turn:
-                self._has_turn = False
+            if self._comm.copy_engine is None and (self._windows or self._opened):
+                CollectiveRounds.of(self._comm).abandon([*self._windows, *self._opened])
+            self._windows, self._sources, self._opened = [], [], []
+            if self._thread:
+                self._thread = 0
                 self._comm.turn.give()
 
 

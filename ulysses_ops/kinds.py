@@ -56,7 +56,7 @@ def check_data(op: str, x: Tensor) -> None:
         raise ValueError(message)
 
 
-def check_dense(op: str, x: Tensor) -> None:
+def check_dense(op: str, x: Tensor, name: str = "x") -> None:
     """Refuse what has no strides, or more than elements: no range of it can be copied.
 
     Raises:
@@ -64,7 +64,7 @@ def check_dense(op: str, x: Tensor) -> None:
     """
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
-        message = f"{op}: x is {kind}, and must be a dense tensor; convert it"
+        message = f"{op}: {name} is {kind}, and must be a dense tensor; convert it"
         raise ValueError(message)
 
 

@@ -247,7 +247,7 @@ def wrong_completions(
         "1 sources are not the 2 tensors": lambda: complete(comm, [a, b], [x]),
         "3 sources are not the 2 tensors": lambda: complete(comm, [a, b], [x, x, x]),
         "none of the windows": lambda: complete(comm, [a, b.clone()], [x, x]),
-        "in flight for rank all; call complete": lambda: send(comm, x, a),
+        "in flight for rank all; complete it": lambda: send(comm, x, a),
         "already has an exchange in flight": lambda: send(comm, x[:, :, :2], a, 1),
     }
 
