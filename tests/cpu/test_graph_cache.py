@@ -166,7 +166,7 @@ def test_options_may_be_gone_through_once() -> None:
         cache = GraphCache(
             comm,
             lambda x: x,
-            buckets=(one for one in [bucket]),
+            buckets=(one for one in [bucket]),  # type: ignore[arg-type]
             generators=iter([torch.Generator()]),  # type: ignore[arg-type]
         )
         for _ in range(2):
