@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ulysses_ops.kinds import check_kind, is_whole, shown, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,30 @@ class Bucket:
     fill: float | bool = 0
 
     def __post_init__(self) -> None:
-        """Refuse lengths that no call could use."""
-        if isinstance(self.inputs, str | int):
-            message = f"Bucket: inputs={self.inputs!r} must be a tuple of keywords or positions"
+        """Refuse lengths that no call could use.
+
+        Raises:
+            ValueError: a value is of another kind, inputs or lengths are empty, a position is
+                negative, or lengths do not ascend from at least 1.
+        """
+        what = "a tuple of keywords or positions"
+        if not isinstance(self.inputs, tuple | list):
+            message = f"Bucket: inputs={shown(self.inputs)} must be {what}"
             raise ValueError(message)
-        lengths = list(self.lengths)
-        if not self.inputs or not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1:
+        for name in self.inputs:
+            if not isinstance(name, str) and not (is_whole(name) and name >= 0):
+                message = f"Bucket: inputs holds {shown(name)} and must be {what}, from 0 on"
+                raise ValueError(message)
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        check_kind("Bucket", "dim", self.dim, int, "a whole number")
+        lengths = whole_numbers("Bucket", "lengths", self.lengths, "lengths that ascend")
+        object.__setattr__(self, "lengths", lengths)
+        check_kind("Bucket", "fill", self.fill, Real, "a number, True or False")
+        ascends = list(lengths) == sorted(set(lengths))
+        if not self.inputs or not lengths or not ascends or lengths[0] < 1:
             message = (
-                f"Bucket: inputs={list(self.inputs)} and lengths={lengths} must not be empty, and "
-                f"lengths ascend from at least 1"
+                f"Bucket: inputs={list(self.inputs)} and lengths={list(lengths)} must not be empty,"
+                f" and lengths ascend from at least 1"
             )
             raise ValueError(message)
 

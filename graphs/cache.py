@@ -15,9 +15,9 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.buckets import Bucket
 from ulysses_ops.graphs.ledger import Ledger
-from ulysses_ops.graphs.signature import Signature, clone_tensors, flatten
+from ulysses_ops.graphs.signature import GENERATORS, Signature, clone_tensors, each_of, flatten
 from ulysses_ops.graphs.step import CapturedStep, can_capture, capture_step
-from ulysses_ops.kinds import check_callable, check_kind, shown
+from ulysses_ops.kinds import check_at_least_1, check_callable, check_kind
 from ulysses_ops.names import check_communicator
 
 MAX_COUNTED = 1024  # signatures whose uses are counted before they are captured
@@ -93,29 +93,22 @@ class GraphCache:
             generators: CUDA generators that the step draws from, besides the default one.
 
         Raises:
-            ValueError: a bound below 1.
+            ValueError: a bound below 1, or a value of another kind.
         """
         check_communicator("GraphCache", comm)
         check_callable("GraphCache", "step", step, "a function of the inputs")
-        for name, value in (
-            ("max_graphs", max_graphs),
-            ("capture_after", capture_after),
-            ("warmup", warmup),
-        ):
-            check_kind("GraphCache", name, value, int, "a whole number, at least 1")
-            if value < 1:
-                message = f"GraphCache: {name}={value} must be at least 1"
-                raise ValueError(message)
-        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
-            message = f"GraphCache: max_bytes={shown(max_bytes)} must be at least 1"
-            raise ValueError(message)
+        bounds = {"max_graphs": max_graphs, "capture_after": capture_after, "warmup": warmup}
+        check_at_least_1("GraphCache", **bounds)
+        if max_bytes is not None:
+            check_at_least_1("GraphCache", max_bytes=max_bytes)
+        check_kind("GraphCache", "copy_out", copy_out, bool, "True or False")
+        self._buckets = each_of("GraphCache", "buckets", buckets, Bucket, "a list of Buckets")
+        self._generators = each_of("GraphCache", "generators", generators, *GENERATORS)
         self._comm = comm
         self._step = step
         self._capture_after = capture_after
-        self._buckets = tuple(buckets)
         self._copy_out = copy_out
         self._warmup = warmup
-        self._generators = tuple(generators)
         self._graphs: Ledger[Signature, CapturedStep] = Ledger(max_graphs, max_bytes)
         self._uses: OrderedDict[Signature, int] = OrderedDict()
         self._too_large: set[Signature] = set()

@@ -19,7 +19,7 @@ from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
 from ulysses_ops.graphs.line_up import compare_inputs
-from ulysses_ops.graphs.signature import Flat, flatten, same_bits, tensors_of
+from ulysses_ops.graphs.signature import GENERATORS, Flat, each_of, flatten, same_bits, tensors_of
 from ulysses_ops.kinds import check_callable, check_kind
 from ulysses_ops.names import check_communicator
 
@@ -227,7 +227,7 @@ def capture_step(
             the same memory.
 
     Raises:
-        ValueError: ``warmup`` below 1, or a tensor on another device.
+        ValueError: ``warmup`` below 1, a tensor on another device, or an argument of another kind.
         TypeError: an input that is neither a tensor nor a constant.
         UlyssesError: the ranks were given inputs of different kinds, or issue different exchanges;
             or the step cannot be captured on some rank; the same text on every rank, nothing
@@ -241,6 +241,7 @@ def capture_step(
     if warmup < 1:
         message = f"capture_step: warmup={warmup} must be at least 1, so that windows are reserved"
         raise ValueError(message)
+    known = each_of("capture_step", "generators", generators, *GENERATORS)
     if not can_capture(comm):
         message = (
             f"capture_step: device {comm.device} with transport '{comm.transport}' cannot be "
@@ -262,7 +263,7 @@ def capture_step(
         _, failures = comm.agreement.attempt("warm-up", lambda: warm_up(comm, call, warmup))
         _raise_failures("warm-up", failures)
         captured, failures = comm.agreement.attempt(
-            "capture", lambda: capture(comm, call, generators, pool)
+            "capture", lambda: capture(comm, call, known, pool)
         )
     if captured is not None and not failures:
         failures = compare_exchanges(comm, captured.number)

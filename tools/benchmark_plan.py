@@ -35,7 +35,7 @@ from ulysses_ops.tools.step_job import SECTION as STEP
 from ulysses_ops.tools.step_job import WEIGHTS as PARTS
 from ulysses_ops.tools.step_job import StepJob
 from ulysses_ops.tools.step_rows import STEPS
-from ulysses_ops.tools.step_variants import select_step_variants
+from ulysses_ops.tools.step_variants import STEP_VARIANTS, select_step_variants
 from ulysses_ops.tools.timing import Effort
 
 PRODUCTION_REPLAYS = 200
@@ -121,6 +121,21 @@ class Choice:
             raise ValueError(message)
         return wanted
 
+    def check(self) -> None:
+        """Refuse unknown names, also of what is not measured: a mistyped one would pass in silence.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        select_shapes(self.shapes)
+        variants = [variant.name for group in VARIANTS_OF.values() for variant in group]
+        variants += [variant.name for variant in STEP_VARIANTS if variant.name not in variants]
+        choose_names("variants", self.variants, list(dict.fromkeys(variants)))
+        choose_names("parts", self.parts, list(PARTS))
+        select_cases(self.models)
+        choose_names("modes", self.modes, get_args(Mode))
+        choose_names("only", self.only, KNOWN)
+
     def resume_from(self, name: str) -> ResumeFrom | None:
         """The earlier run of this file."""
         return None if self.resume is None else ResumeFrom(self.resume, name, self.commit)
@@ -190,6 +205,7 @@ def plan_benchmark(launch: Launch, choice: Choice, effort: Effort) -> list[Plan]
     for name, file in OVERHEADS.items():
         if name in choice.sections:
             plans.append(Plan(launch, [_overhead_job(choice, effort, name)], file))
+    choice.check()
     if not plans:
         message = (
             f"shapes: '{choice.shapes}' has none of what {list(choice.sections)} measures; leave "
@@ -278,6 +294,7 @@ def plan_replays(launch: Launch, replays: int, choice: Choice) -> Plan:
         parity = ParityJob(FUNCTIONAL, ("bfloat16", "uint8"), Effort(1, 1.0), transport)
         jobs.insert(0, parity)
         name = f"replays_w{launch.world_size}_oversubscribed"
+    choice.check()
     return Plan(launch, jobs, name)
 
 
@@ -334,4 +351,5 @@ def plan_functional(world_size: int, replays: int, limit_s: float, choice: Choic
     if choice.only == "all":
         counts = tuple((shape, replays or CPU_REPLAYS) for shape in fitting)
         jobs.append(ReplayJob(counts, choice.transport, skew_us=200.0))
+    choice.check()
     return Plan(launch, jobs, "functional", is_functional=True)

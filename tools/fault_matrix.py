@@ -26,6 +26,7 @@ from ulysses_ops.tools.fault_cell import Cell, find_moments, run_cell
 from ulysses_ops.tools.fault_cycle import Setting
 from ulysses_ops.tools.faults import FAULTS, Fault, possible_faults
 from ulysses_ops.tools.launch import Launch
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import read_machine, write_results
 
 RESULTS = Path("docs/results")
@@ -118,6 +119,7 @@ def main(
         message = f"--only: {unknown} is none of {list(FAULTS)}"
         raise typer.BadParameter(message)
     folder = chosen_folder(out, only, one_moment, time_limit)
+    refuse_folder(folder)
     num_devices = 0 if cpu else torch.cuda.device_count()
     on_gpu = num_devices >= 2
     launch = Launch(world_size, "cuda" if on_gpu else "cpu", num_devices)

@@ -21,6 +21,7 @@ import typer
 
 from ulysses_ops.constants import shipped_constants
 from ulysses_ops.sequence_plan import SequencePlan, data_parallel, plan_sequences
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import read_machine, write_results
 from ulysses_ops.workload import ModelShape, Workload
 
@@ -122,6 +123,7 @@ def write_predictions(
     results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("docs/results"),
 ) -> None:
     """Predict every mix, and write the results file."""
+    refuse_folder(results, option="--results")
     content = {
         "model": asdict(MODEL),
         "constants": shipped_constants().to_json(),

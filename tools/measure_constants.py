@@ -36,6 +36,7 @@ from ulysses_ops.tools.cuda_runtime import RowCopy
 from ulysses_ops.tools.handshake_rows import handshake_rows
 from ulysses_ops.tools.launch import Launch, RankContext, RankError, run_ranks
 from ulysses_ops.tools.noise import random_values
+from ulysses_ops.tools.out_folder import refuse_file
 from ulysses_ops.tools.peer_copy import PeerCopy
 from ulysses_ops.tools.results import read_machine
 from ulysses_ops.tools.revision import read_commit
@@ -236,6 +237,7 @@ def measure_constants(
     ] = None,
 ) -> None:
     """Measure the constants of this machine and print them as JSON."""
+    refuse_file(out)
     console = Console(stderr=True)
     commit = commit or read_commit()
     if cpu:

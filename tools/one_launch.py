@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ulysses_ops.tools.kept_rows import keep_rows
 from ulysses_ops.tools.launch import Launch, RankError, run_ranks
-from ulysses_ops.tools.results import Machine, Row, check_results, rows_to_json
+from ulysses_ops.tools.out_folder import refuse_folder
+from ulysses_ops.tools.results import Machine, Row, rows_to_json
 from ulysses_ops.tools.tables import print_rows
 
 FUNCTIONAL_RUN = "functional run on CPU: these times say nothing about GPUs"
@@ -39,14 +40,11 @@ def run_and_report(
         commit: What is run, where git cannot tell.
 
     Raises:
-        BadParameter: rows are to be added to what is no file of results.
+        BadParameter: nothing can be written into ``out``, or rows are to be added to what is no
+            file of results; before ranks start.
         typer.Exit: with 1, when a rank failed or a row is wrong; what was found is kept.
     """
-    if out is not None:
-        try:
-            check_results(out, [name])
-        except ValueError as error:
-            raise typer.BadParameter(f"--out: {error}") from error
+    refuse_folder(out, [name])
     parts: list[tuple[Machine, list[Row]]] = []
     try:
         run_ranks(work, job, launch, on_progress=console.print, on_part=parts.append)

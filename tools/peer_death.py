@@ -33,6 +33,7 @@ from ulysses_ops.ops import scatter
 from ulysses_ops.tools.attempts import describe
 from ulysses_ops.tools.fault_cycle import GROUP_LIMIT_S, make_group
 from ulysses_ops.tools.launch import HOST, SHARED_DEVICES, Launch, local_store
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import read_machine, write_results
 from ulysses_ops.window_spec import WindowSpec
 from ulysses_ops.windows import reserve
@@ -189,6 +190,7 @@ def main(
 ) -> None:
     """Kill, and write peer_death.json."""
     num_devices = 0 if cpu else min(torch.cuda.device_count(), 2)
+    refuse_folder(out)
     launch = Launch(2, "cuda" if num_devices == 2 else "cpu", num_devices)
     deaths = []
     for place in places_of(launch):

@@ -16,6 +16,7 @@ import typer
 from ulysses_ops.tools.block_table import TITLES
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, VARIANTS
 from ulysses_ops.tools.kept_rows import describe_commits
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import Row, read_results, rows_from_json
 from ulysses_ops.tools.step_rows import OP as STEP
 from ulysses_ops.tools.step_table import STEP_TITLES
@@ -212,6 +213,7 @@ def plot_results(
     out: Annotated[Path | None, typer.Option(help="Where pictures go; beside the results.")] = None,
 ) -> None:
     """Draw pictures of the results in a folder."""
+    refuse_folder(out or folder)
     try:
         written = draw_results(folder, out or folder)
     except ImportError as error:

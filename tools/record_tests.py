@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ulysses_ops.tools.out_folder import check_folder
 from ulysses_ops.tools.results import read_machine, write_results
 from ulysses_ops.tools.revision import TREES, read_trees
 
@@ -38,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record if asked to."""
     folder = config.getoption("--record-tests")
     if folder:
+        try:
+            check_folder(Path(folder))
+        except ValueError as error:
+            message = f"--record-tests: {error}"
+            raise pytest.UsageError(message) from error
         given = config.getoption("--record-trees")
         recorder = Recorder(
             Path(folder),

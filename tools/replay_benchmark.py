@@ -23,7 +23,7 @@ from ulysses_ops.tools.benchmark_plan import (
 )
 from ulysses_ops.tools.benchmark_run import Keeping, run_plans
 from ulysses_ops.tools.one_launch import FUNCTIONAL_RUN
-from ulysses_ops.tools.results import check_results
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.revision import read_commit
 from ulysses_ops.tools.step_cases import DEFAULT_MODELS
 from ulysses_ops.tools.tables import print_rows
@@ -134,7 +134,7 @@ def run_benchmark(
         raise typer.BadParameter(str(error)) from error
     is_functional = plans[0].is_functional
     kept = out if is_functional else folder
-    _check_kept(kept, plans)
+    refuse_folder(kept, [plan.name for plan in plans])
     if is_functional:
         console.print(FUNCTIONAL_RUN, style="bold yellow")
     finished = run_plans(console, plans, Keeping(kept, commit), time_limit)
@@ -154,14 +154,6 @@ def run_benchmark(
         console.print(failure, style="red", markup=False, highlight=False)
     if wrong or finished.failures:
         raise typer.Exit(1)
-
-
-def _check_kept(folder: Path | None, plans: list[Plan]) -> None:
-    try:
-        if folder is not None:
-            check_results(folder, [plan.name for plan in plans])
-    except ValueError as error:
-        raise typer.BadParameter(f"--out: {error}") from error
 
 
 def main() -> None:

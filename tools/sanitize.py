@@ -24,6 +24,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import read_machine, write_results
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -114,6 +115,7 @@ def main(
     if sanitizer not in SANITIZERS:
         message = f"{sanitizer!r} is none of {SANITIZERS}"
         raise typer.BadParameter(message)
+    refuse_folder(out)
     label = f"sanitizer_{name or sanitizer}"
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     machine = read_machine(device, torch.cuda.device_count())

@@ -29,6 +29,7 @@ import typer
 from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.tools.held import read_held
 from ulysses_ops.tools.launch import Launch, RankContext, run_ranks
+from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.replays import CheckedExchange, delay
 from ulysses_ops.tools.results import Machine, read_machine, read_results, write_results
 from ulysses_ops.tools.revision import read_commit
@@ -200,6 +201,7 @@ def main(
     if not cpu and num_devices < 2:
         message = f"two GPUs are needed, {num_devices} are visible; or add --cpu"
         raise typer.BadParameter(message)
+    refuse_folder(out)
     launch = Launch(2, "cpu" if cpu else "cuda", num_devices, time_limit)
     machine = read_machine(launch.device(0), num_devices)
     commit = commit or read_commit()

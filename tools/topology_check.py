@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ulysses_ops.facts import Topology
 from ulysses_ops.nvml import started
 from ulysses_ops.tools.cuda_runtime import RowCopy, enable_peer_access
+from ulysses_ops.tools.out_folder import check_file, check_folder
 from ulysses_ops.tools.pair_bandwidth import FORMS, PeerTimer, TimeCopies, measure_pairs, runs_of
 from ulysses_ops.tools.pair_check import Connect, RowCopyCall, check_pairs
 from ulysses_ops.tools.results import read_machine, write_results
@@ -159,6 +160,11 @@ def _run(options: Options, machinery: Machinery, console: Console, errors: Conso
     if options.from_file is not None and measures:
         message = "--verify, --bandwidth and --out are about this machine, --from is about another"
         raise ValueError(message)
+    if options.out is not None:
+        check_folder(options.out)
+    for path in (options.dot, options.picture):
+        if path is not None:
+            check_file(path)
     findings = _look(options, machinery)
     verdict = findings.judged(options.world_size)
     if not options.json_out:

@@ -17,16 +17,15 @@ from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .first_stage import FirstStage
-from .kinds import check_kind, shown
 from .layer_checks import check_chunks, check_inputs, check_no_autocast, check_parts, check_tables
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .packed_projection import PackedWeights
 from .part_norm_rope import NormRope, NormRopeKernel, apply_norm_rope, norm_rope_rows
 from .peers_first import Output, Projected, attend
-from .planner import Plan, plan_schedule
+from .planner import Plan, plan_schedule, planned_shape
 from .progress import Progress
-from .projections import Projections, linear_of, norms_of, projections_of, weight_of
+from .projections import Projections, linear_of, norms_of, projections_of, weight_like, weight_of
 from .schedule import Problem, Schedule
 from .values_first import AttentionKernel
 from .windows import Window, reserve
@@ -114,13 +113,13 @@ class UlyssesAttention(nn.Module):
         """
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_parts(comm, (q, k, v, out), (num_heads, kv_heads), norm_rope, attention)
-        check_kind("UlyssesAttention", "pack_weights", pack_weights, bool, "True or False")
+        counts, options = (
+            (num_heads, kv_heads),
+            (schedule, constants, norm_rope_kernel, pack_weights),
+        )
+        check_parts(comm, (q, k, v, out), counts, norm_rope, attention, options)
         sizes = Projections(q, k, v, out, num_heads, kv_heads)
         sizes.check(norm_rope, comm.world_size)
-        if schedule != "auto" and not isinstance(schedule, Schedule):
-            message = f"UlyssesAttention: schedule={shown(schedule)} must be a Schedule or 'auto'"
-            raise ValueError(message)
         self.comm = comm
         self.q, self.k, self.v, self.out = q, k, v, out
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, sizes.head_dim
@@ -171,10 +170,10 @@ class UlyssesAttention(nn.Module):
         """
         return cls(
             comm,
-            q=linear_of(q, q_bias),
-            k=linear_of(k, k_bias),
-            v=linear_of(v, v_bias),
-            out=linear_of(out, out_bias),
+            q=linear_of("q", q, q_bias),
+            k=linear_of("k", k, k_bias),
+            v=linear_of("v", v, v_bias),
+            out=linear_of("out", out, out_bias),
             **options,
         )
 
@@ -203,7 +202,7 @@ class UlyssesAttention(nn.Module):
             ValueError: the module is none of these, or as the class.
         """
         q, k, v, out = projections_of(module)
-        norm, eps, norms = norms_of(module, q.out_features // max(num_heads, 1))
+        norm, eps, norms = norms_of(module, q.out_features, num_heads)
         layer = cls(
             comm,
             q=q,
@@ -233,12 +232,11 @@ class UlyssesAttention(nn.Module):
         given: Tensor | None = getattr(self, f"_{name}_norm")
         if given is None or name not in self.norms:
             return given
-        weight = weight_of(self.norms[name])  # perhaps another one than at construction
-        return None if weight is None else weight.view(given.shape)
+        return weight_like(f"norms['{name}']", self.norms[name], given, self.q.weight.device)
 
     def plan(self, shape: tuple[int, int, int]) -> Plan:
         """What the planner chooses for an input ``(B, S_local, width)``, and why."""
-        batch, rows, width = shape
+        batch, rows, width = planned_shape(shape)
         world_size = self.comm.world_size
         problem = Problem(
             batch,
@@ -386,7 +384,9 @@ class UlyssesAttention(nn.Module):
         return windows[:3], windows[3:]
 
     def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-        check_inputs(x, self.q.weight, self.comm.device)
+        counts = (self.num_heads, self.num_kv_heads)
+        sizes = Projections(self.q, self.k, self.v, self.out, *counts)
+        check_inputs(x, sizes, self.head_dim, self.comm.device)
         check_tables(x, cos, sin, rope=self.norm_rope.rope, head_dim=self.head_dim)
 
     def _is_functional(self, x: Tensor) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .kinds import check_callable, check_kind, check_tensors
+from .constants import Constants
+from .kinds import check_callable, check_kind, check_tensors, shown
 from .names import check_communicator
 from .norm_rope_checks import Rope
 from .part_norm_rope import NormRope
+from .projections import Projections
 from .schedule import Schedule
 
 
@@ -18,6 +20,7 @@ def check_parts(
     counts: tuple[object, object],
     norm_rope: object,
     attention: object,
+    options: tuple[object, object, object, object],
 ) -> None:
     """Refuse what the layer cannot be built of.
 
@@ -27,6 +30,7 @@ def check_parts(
         counts: H and ``H_kv``.
         norm_rope: A NormRope.
         attention: The kernel.
+        options: Schedule, constants, kernel of norm and RoPE, and whether weights are packed.
 
     Raises:
         ValueError: one of them is of another kind.
@@ -39,19 +43,51 @@ def check_parts(
         check_kind(op, name, count, int, "a whole number")
     check_kind(op, "norm_rope", norm_rope, NormRope, "a NormRope")
     check_callable(op, "attention", attention, "a function of q, k and v")
+    _check_options(*options)
 
 
-def check_inputs(x: Tensor, weight: Tensor, device: torch.device) -> None:
-    """Refuse rows that the projections cannot take.
+def _check_options(
+    schedule: object, constants: object, norm_rope_kernel: object, pack_weights: object
+) -> None:
+    """Refuse options of another kind.
+
+    Args:
+        schedule: A Schedule, or ``"auto"``.
+        constants: Of the planner, if any.
+        norm_rope_kernel: A kernel, if any.
+        pack_weights: Whether weights may be held twice.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    op = "UlyssesAttention"
+    if not isinstance(schedule, Schedule) and not (
+        isinstance(schedule, str) and schedule == "auto"
+    ):
+        message = f"{op}: schedule={shown(schedule)} must be a Schedule or 'auto'"
+        raise ValueError(message)
+    if constants is not None:
+        check_kind(op, "constants", constants, Constants, "Constants, or left out")
+    if norm_rope_kernel is not None:
+        what = "a function as apply_norm_rope, or left out"
+        check_callable(op, "norm_rope_kernel", norm_rope_kernel, what)
+    check_kind(op, "pack_weights", pack_weights, bool, "True or False")
+
+
+def check_inputs(x: Tensor, sizes: Projections, head_dim: int, device: torch.device) -> None:
+    """Refuse rows that the projections cannot take, and projections that no longer fit the heads.
 
     Args:
         x: ``(B, S_local, width)``.
-        weight: Of a projection, ``(out, width)``.
+        sizes: The projections as they are now.
+        head_dim: D at construction.
         device: Of the communicator.
 
     Raises:
-        ValueError: shape, dtype or device is wrong.
+        ValueError: shape, dtype or device of ``x``, or of a weight or bias, is wrong.
     """
+    sizes.check_weights(head_dim)
+    weight = sizes.q.weight
     check_tensors("UlyssesAttention", x=x)
     width = weight.shape[1]
     if x.dim() != 3 or x.shape[2] != width or 0 in x.shape:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
+
+from .kinds import shown
 
 Norm = Literal["none", "per_head", "across_heads"]
 Rope = Literal["none", "interleaved", "half_split"]
@@ -41,6 +44,17 @@ def refuse(op: str, what: str) -> NoReturn:
     raise ValueError(message)
 
 
+def check_eps(op: str, eps: object) -> None:
+    """Refuse what cannot be added to a mean of squares: NaN and infinity make zeros of all rows.
+
+    Raises:
+        ValueError: it is no number, not finite, or negative.
+    """
+    is_number = isinstance(eps, Real | torch.SymFloat) and not isinstance(eps, bool)
+    if not (is_number and math.isfinite(eps) and eps >= 0):  # type: ignore[arg-type, operator]
+        refuse(op, f"eps={shown(eps)} must be a number, finite and not negative")
+
+
 def check(
     op: str, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]], o: Options
 ) -> None:
@@ -49,8 +63,7 @@ def check(
         refuse(op, f"norm={o.norm!r} must be one of {NORMS}")
     if o.rope not in ROPES:
         refuse(op, f"rope={o.rope!r} must be one of {ROPES}")
-    if not (math.isfinite(o.eps) and o.eps >= 0):
-        refuse(op, f"eps={o.eps!r} must be finite and not negative")
+    check_eps(op, o.eps)
     given = [part for parts in inputs for part in parts]
     if not given:
         refuse(op, "neither q nor k has a part; give (B, S, heads, D)")

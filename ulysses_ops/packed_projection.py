@@ -71,17 +71,13 @@ class _Kept:
     """A copy, and what it is of: memory that is held, so that no other tensor can lie there."""
 
     packed: Packed
-    sources: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    sources: tuple[Tensor | None, ...]
+    versions: tuple[int | None, ...]
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        return (
-            len(self.sources) == len(tensors)
-            and self.versions == tuple(tensor._version for tensor in tensors)
-            and all(
-                one.data_ptr() == other.data_ptr() and one.shape == other.shape
-                for one, other in zip(self.sources, tensors, strict=True)
-            )
+    def is_of(self, tensors: Sequence[Tensor | None]) -> bool:
+        return self.versions == _versions_of(tensors) and all(
+            one is other or (one is not None and other is not None and _is_same(one, other))
+            for one, other in zip(self.sources, tensors, strict=True)
         )
 
 
@@ -116,19 +112,34 @@ class PackedWeights:
                 kept.packed.bias.copy_(fresh.bias)
             fresh = kept.packed
         _settle(fresh.weight)
-        sources = tuple(tensor.detach() for tensor in tensors)
-        self._kept = _Kept(fresh, sources, tuple(tensor._version for tensor in tensors))
+        sources = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
+        self._kept = _Kept(fresh, sources, _versions_of(tensors))
         return fresh
 
 
 def can_keep(projections: Sequence[Projected]) -> bool:
     """Whether changes can be told: tensors made in inference mode count no versions."""
-    return not any(tensor.is_inference() for tensor in _tensors_of(projections))
+    tensors = [tensor for tensor in _tensors_of(projections) if tensor is not None]
+    return not any(tensor.is_inference() for tensor in tensors)
 
 
-def _tensors_of(projections: Sequence[Projected]) -> list[Tensor]:
-    tensors = [one.weight for one in projections]
-    return tensors + [one.bias for one in projections if one.bias is not None]
+def _tensors_of(projections: Sequence[Projected]) -> list[Tensor | None]:
+    """Weight and bias of each, in its place: a bias may move from one projection to another."""
+    return [tensor for one in projections for tensor in (one.weight, one.bias)]
+
+
+def _versions_of(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    return tuple(None if tensor is None else tensor._version for tensor in tensors)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether they are the same elements of the same memory: a transposed view is not."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
 
 
 def _settle(tensor: Tensor) -> None:

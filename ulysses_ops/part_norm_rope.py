@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .norm_rope_checks import NORMS, ROPES, Norm, Rope
+from .norm_rope_checks import NORMS, ROPES, Norm, Rope, check_eps
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,14 @@ class NormRope:
         """Refuse unknown kinds.
 
         Raises:
-            ValueError: a kind is unknown, or ``eps`` is negative.
+            ValueError: a kind is unknown, or ``eps`` is no number, not finite, or negative.
         """
         for name, allowed in (("norm", NORMS), ("rope", ROPES)):
             value = getattr(self, name)
             if value not in allowed:
                 message = f"NormRope: {name}={value!r} must be one of {allowed}"
                 raise ValueError(message)
-        if self.eps < 0:
-            message = f"NormRope: eps={self.eps} must not be negative"
-            raise ValueError(message)
+        check_eps("NormRope", self.eps)
 
     @property
     def is_identity(self) -> bool:

@@ -9,6 +9,7 @@ from typing import get_args
 
 from .constants import Constants
 from .forecast import AfterSplit, Forecast, forecast_after, forecast_before, forecast_gemms
+from .kinds import whole_numbers
 from .qkv_projection import fits_kernel
 from .schedule import (
     NormRopePlace,
@@ -87,6 +88,21 @@ def plan_schedule(problem: Problem, constants: Constants) -> Plan:
     why = _explain_weights(problem, schedule, gemms_us)
     explanation = _explain(problem, constants, schedule, before, after)
     return Plan(schedule, f"{explanation}\n{why}", before, after, copied)
+
+
+def planned_shape(shape: object) -> tuple[int, int, int]:
+    """The shape that a plan is asked for.
+
+    Raises:
+        ValueError: it is not three whole numbers of at least 1.
+    """
+    what = "(B, S_local, width), whole numbers of at least 1"
+    sizes = whole_numbers("UlyssesAttention.plan", "shape", shape, what)
+    if len(sizes) != 3 or min(sizes) < 1:
+        message = f"UlyssesAttention.plan: shape={list(sizes)} must be {what}"
+        raise ValueError(message)
+    batch, rows, width = sizes
+    return batch, rows, width
 
 
 def _packed_bytes(p: Problem) -> int:

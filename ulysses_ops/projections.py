@@ -9,9 +9,11 @@ from math import isclose
 import torch
 from torch import Tensor, nn
 
+from .kinds import check_kind
 from .norm_rope_checks import Norm
 from .part_norm_rope import NormRope
 
+OP = "UlyssesAttention"
 # Names that libraries give to the same four projections.
 NAMES = (
     ("to_q", "to_k", "to_v", "to_out"),
@@ -80,6 +82,7 @@ class Projections:
                 f"to one floating dtype on one device"
             )
             raise ValueError(message)
+        self.check_weights(self.head_dim)
         if norm_rope.rope != "none" and self.head_dim % 2:
             message = f"UlyssesAttention: D={self.head_dim} must be even for RoPE"
             raise ValueError(message)
@@ -116,6 +119,27 @@ class Projections:
                 )
                 raise ValueError(message)
 
+    def check_weights(self, head_dim: int) -> None:
+        """Refuse a weight or bias that does not fit the heads: any may be replaced at any time.
+
+        Args:
+            head_dim: D, which heads had at construction.
+
+        Raises:
+            ValueError: one has another shape, dtype or device; by its name.
+        """
+        features, kv_features = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        width, like = self.q.in_features, self.q.weight
+        for name, layer, rows, columns in (
+            ("q", self.q, features, width),
+            ("k", self.k, kv_features, width),
+            ("v", self.v, kv_features, width),
+            ("out", self.out, self.out.out_features, features),
+        ):
+            _check_fits(f"{name}.weight", layer.weight, (rows, columns), like)
+            if layer.bias is not None:
+                _check_fits(f"{name}.bias", layer.bias, (rows,), like)
+
     def tensors(self) -> Iterator[Tensor]:
         """Weights and biases."""
         for layer in (self.q, self.k, self.v, self.out):
@@ -129,10 +153,11 @@ class Projections:
         """The weight of a norm as the stages use it: ``(D,)``, or ``(heads, D)`` across heads.
 
         Raises:
-            ValueError: there is none of that size in this kind of norm.
+            ValueError: it is no such tensor, or there is none of that size in this kind of norm.
         """
         if weight is None:
             return None
+        check_kind(OP, name, weight, Tensor, "a tensor, or left out")
         sizes = {"none": None, "per_head": self.head_dim, "across_heads": heads * self.head_dim}
         if sizes[kind] is None or weight.shape != (sizes[kind],):
             message = (
@@ -140,19 +165,54 @@ class Projections:
                 f"{'no weight' if sizes[kind] is None else [sizes[kind]]}"
             )
             raise ValueError(message)
+        _check_norm_weight(name, weight, self.q.weight.device)
         weight = weight.detach()
         return weight.view(heads, self.head_dim) if kind == "across_heads" else weight
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A linear layer around tensors that exist; nothing is allocated, gradients are off."""
-    if weight.dim() != 2:
-        message = f"UlyssesAttention: a weight is {list(weight.shape)}, not (out, in) features"
+def _check_fits(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuse a weight or bias that is not of this shape, or not as the weight of q otherwise."""
+    check_kind(OP, name, tensor, Tensor, "a tensor")
+    if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
+        message = (
+            f"{OP}: {name} is {list(tensor.shape)}, {tensor.dtype} on {tensor.device}, and must be "
+            f"{list(shape)}, {like.dtype} on {like.device}, for the heads that the layer was built "
+            f"for; put such a one there, or build another layer"
+        )
         raise ValueError(message)
+
+
+def _check_norm_weight(name: str, weight: Tensor, device: torch.device) -> None:
+    """Refuse what no row can be multiplied by.
+
+    Raises:
+        ValueError: it is not dense, not floating, or not where the projections are.
+    """
+    is_dense = weight.layout is torch.strided and not weight.is_nested
+    if not is_dense or not weight.is_floating_point() or weight.device != device:
+        message = (
+            f"{OP}: {name} is {weight.dtype}, {weight.layout}, on {weight.device} and must be a "
+            f"dense tensor of a floating dtype on {device}, where the projections are; convert it"
+        )
+        raise ValueError(message)
+
+
+def linear_of(name: str, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer around tensors that exist; nothing is allocated, gradients are off.
+
+    Raises:
+        ValueError: they are no tensors, or of shapes that no such layer has.
+    """
+    check_kind(OP, name, weight, Tensor, "a tensor (out, in) features")
+    if weight.dim() != 2:
+        message = f"{OP}: {name}, a weight, is {list(weight.shape)}, not (out, in) features"
+        raise ValueError(message)
+    if bias is not None:
+        check_kind(OP, f"{name}_bias", bias, Tensor, "a tensor, or left out")
     if bias is not None and bias.shape != weight.shape[:1]:
         message = (
-            f"UlyssesAttention: a bias is {list(bias.shape)} beside a weight of "
-            f"{list(weight.shape)}; give one value an output feature"
+            f"{OP}: {name}_bias is {list(bias.shape)} beside a weight of {list(weight.shape)}; "
+            f"give one value an output feature"
         )
         raise ValueError(message)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -244,15 +304,43 @@ def weight_of(norm: nn.Module | None) -> Tensor | None:
     return weight if isinstance(weight, Tensor) else None
 
 
-def norms_of(module: nn.Module, head_dim: int) -> tuple[Norm, float, dict[str, nn.Module]]:
+def weight_like(name: str, norm: nn.Module, given: Tensor, device: torch.device) -> Tensor | None:
+    """The weight of a norm as it is now, laid out as the one that the layer was built with.
+
+    Raises:
+        ValueError: it has been replaced by one that does not fit.
+    """
+    weight = weight_of(norm)
+    if weight is None:
+        return None
+    if weight.numel() != given.numel():
+        message = (
+            f"{OP}: {name}.weight is {list(weight.shape)}, and was of {given.numel()} elements "
+            f"when the layer was built; put such a one there, or build another layer"
+        )
+        raise ValueError(message)
+    _check_norm_weight(f"{name}.weight", weight, device)
+    return weight.view(given.shape)
+
+
+def norms_of(
+    module: nn.Module, features: int, num_heads: int
+) -> tuple[Norm, float, dict[str, nn.Module]]:
     """Kind and epsilon of the RMS norms of Q and K, and these; ``"none"`` where there are none.
 
     A norm over D features is per head, a wider one across heads.
+
+    Args:
+        module: Has them.
+        features: Of Q.
+        num_heads: H.
 
     Raises:
         ValueError: a norm subtracts a mean, has no size, or Q's and K's differ in kind; or the
             module does more than its projections and norms say.
     """
+    check_kind(OP, "num_heads", num_heads, int, "a whole number")
+    head_dim = features // max(num_heads, 1)
     _check_nothing_is_lost(module, head_dim)
     for names in NORM_NAMES:
         norms = [getattr(module, name, None) for name in names]

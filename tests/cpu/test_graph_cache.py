@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,72 @@ def test_the_cache_on_a_cpu(ranks: Callable[[int], RankPool]) -> None:
 
 @pytest.mark.parametrize("bound", ["max_graphs", "capture_after", "warmup", "max_bytes"])
 def test_bounds_below_one_are_refused(bound: str) -> None:
-    said = f"GraphCache: {bound}=0 must be at least 1"
+    said = f"GraphCache: {bound}=0 must be a whole number >= 1"
     with UlyssesCommunicator(device="cpu") as comm, pytest.raises(ValueError, match=said):
         GraphCache(comm, lambda: None, **{bound: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"buckets": 3}, "buckets=3 must be a list of Buckets"),
+        ({"buckets": [3]}, "each of buckets=3 must be in a list of Buckets"),
+        ({"generators": 3}, "generators=3 must be a list of torch.Generators"),
+        ({"generators": "ab"}, "generators='ab' must be a list of torch.Generators"),
+        ({"generators": [3]}, "each of generators=3 must be in a list of torch.Generators"),
+        ({"copy_out": "no"}, "copy_out='no' must be True or False"),
+        ({"max_bytes": True}, "max_bytes=True must be a whole number >= 1"),
+        ({"max_bytes": 2.5}, "max_bytes=2.5 must be a whole number >= 1"),
+        ({"max_graphs": True}, "max_graphs=True must be a whole number >= 1"),
+    ],
+)
+def test_options_of_another_kind_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with UlyssesCommunicator(device="cpu") as comm:
+        with pytest.raises(ValueError, match=f"^GraphCache: {said}$"):
+            GraphCache(comm, lambda: None, **wrong)
+        if "generators" in wrong:
+            with pytest.raises(ValueError, match=f"^capture_step: {said}$"):
+                capture_step(comm, lambda: None, **wrong)
+
+
+def test_options_may_be_gone_through_once() -> None:
+    bucket = Bucket(("x",), 0, (4,))
+    with UlyssesCommunicator(device="cpu") as comm:
+        cache = GraphCache(
+            comm,
+            lambda x: x,
+            buckets=(one for one in [bucket]),  # type: ignore[arg-type]
+            generators=iter([torch.Generator()]),  # type: ignore[arg-type]
+        )
+        for _ in range(2):
+            with pytest.raises(ValueError, match="input 'x' is NoneType"):
+                cache()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dim": "0"}, "dim='0' must be a whole number"),
+        ({"dim": True}, "dim=True must be a whole number"),
+        ({"lengths": 4}, "lengths=4 must be lengths that ascend"),
+        ({"lengths": None}, "lengths=None must be lengths that ascend"),
+        ({"lengths": (2.5,)}, "lengths holds 2.5 and must be lengths that ascend"),
+        ({"lengths": (True,)}, "lengths holds True and must be lengths that ascend"),
+        ({"fill": "x"}, "fill='x' must be a number, True or False"),
+        ({"fill": None}, "fill=None must be a number, True or False"),
+        ({"inputs": None}, "inputs=None must be a tuple of keywords or positions"),
+        ({"inputs": (None,)}, "inputs holds None and must be a tuple of keywords or positions"),
+        ({"inputs": (True,)}, "inputs holds True and must be a tuple of keywords or positions"),
+        ({"inputs": (-1,)}, "inputs holds -1 and must be a tuple of keywords or positions"),
+    ],
+)
+def test_buckets_of_another_kind_are_refused(wrong: dict[str, Any], said: str) -> None:
+    usual: dict[str, Any] = {"inputs": ("x",), "dim": 0, "lengths": (4,)}
+    with pytest.raises(ValueError, match=f"^Bucket: {said}"):
+        Bucket(**{**usual, **wrong})
+
+
+def test_lists_will_do_for_a_bucket() -> None:
+    bucket = Bucket(["x", 0], 0, [2, 4], fill=0.5)  # type: ignore[arg-type]
+    assert (bucket.inputs, bucket.lengths) == (("x", 0), (2, 4))
+    assert hash(bucket) == hash(Bucket(("x", 0), 0, (2, 4), 0.5))

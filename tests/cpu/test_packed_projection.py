@@ -204,6 +204,61 @@ def test_changed_weights_are_copied_anew(ranks: Ranks) -> None:
     ranks(2).run(stale, timeout_s=30)
 
 
+def relaid(rank: int, world_size: int, change: str) -> None:
+    """The same memory, read otherwise: a transposed weight, or a bias of another projection."""
+    with (
+        mock.patch.object(FusedKernel, "fits", fits),
+        UlyssesCommunicator(timeout_s=20) as comm,
+    ):
+        layer, plain = fused_and_plain(comm, KINDS[0], PACKED)
+        rows = layer.v.out_features
+        square = torch.randn(rows, rows, generator=torch.Generator().manual_seed(3))
+        for one in (layer, plain):
+            one.v.register_parameter("bias", None)
+            one.v.weight = torch.nn.Parameter(square[:, :WIDTH], requires_grad=False)
+        x, cos, sin = inputs(comm, KINDS[0], 1, 1)
+        layer.project(x, cos, sin)
+        for one in (layer, plain):
+            if change == "transposed":
+                one.v.weight = torch.nn.Parameter(square.t()[:, :WIDTH], requires_grad=False)
+            else:
+                one.v.bias = one.k.bias
+                one.k.register_parameter("bias", None)
+        expected = [part.clone() for part in plain.project(x, cos, sin)]
+        for found, right in zip(layer.project(x, cos, sin), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["transposed", "moved"])
+def test_the_same_memory_read_otherwise_is_copied_anew(ranks: Ranks, change: str) -> None:
+    ranks(2).run(relaid, change, timeout_s=30)
+
+
+def without_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def without_places(projections: Any) -> list[torch.Tensor]:
+    weights = [one.weight for one in projections]
+    return weights + [one.bias for one in projections if one.bias is not None]
+
+
+def relaid_unseen(rank: int, world_size: int, change: str) -> None:
+    broken = ("_is_same", without_strides)
+    if change == "moved":
+        broken = ("_tensors_of", without_places)  # type: ignore[assignment]
+    with (
+        mock.patch(f"ulysses_ops.packed_projection.{broken[0]}", broken[1]),
+        pytest.raises(AssertionError, match="not close"),
+    ):
+        relaid(rank, world_size, change)
+
+
+@pytest.mark.parametrize("change", ["transposed", "moved"])
+def test_control_memory_that_is_taken_for_the_same_is_seen(ranks: Ranks, change: str) -> None:
+    ranks(2).run(relaid_unseen, change, timeout_s=30)
+
+
 def never_again(rank: int, world_size: int) -> None:
     right = PackedWeights.of
 

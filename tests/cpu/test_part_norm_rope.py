@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ulysses_ops.norm_rope_checks import Rope
+from ulysses_ops.norm_rope_checks import Rope, check_eps
 from ulysses_ops.part_norm_rope import NormRope, apply_norm_rope, row_factor
 
 
@@ -78,5 +80,12 @@ def test_unknown_kinds_are_refused() -> None:
         NormRope("layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rope='pairs' must be one of"):
         NormRope("none", "pairs")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"eps=-1.0 must not be negative"):
-        NormRope("per_head", eps=-1.0)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf"), "1", None, True])
+def test_an_epsilon_that_makes_no_norm_is_refused(eps: Any) -> None:
+    with pytest.raises(ValueError, match=f"^NormRope: eps={eps!r} must be a number, finite and"):
+        NormRope("per_head", eps=eps)
+    with pytest.raises(ValueError, match=f"^an_op: eps={eps!r} must be a number, finite and"):
+        check_eps("an_op", eps)
+    assert NormRope("per_head", eps=0).eps == 0

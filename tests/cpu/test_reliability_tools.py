@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,20 @@ import typer
 from recorded import MACHINE
 from typer.testing import CliRunner
 
-from ulysses_ops.tools import peer_death, sanitize
+from ulysses_ops.tools import (
+    fault_matrix,
+    length_mixes,
+    norm_rope_benchmark,
+    peer_death,
+    plots,
+    replay_benchmark,
+    sanitize,
+    soak,
+    weight_benchmark,
+)
 from ulysses_ops.tools.launch import Launch
 from ulysses_ops.tools.markdown import read_records
+from ulysses_ops.tools.out_folder import check_file, check_folder, refuse_file
 from ulysses_ops.tools.peer_death import Death, Place, all_in_time, die_once
 from ulysses_ops.tools.readme_tables import regenerate
 from ulysses_ops.tools.results import write_results
@@ -172,3 +184,65 @@ def test_what_was_recorded_is_told(tmp_path: Path) -> None:
         "| memcheck | tests/gpu | 7 | 0 | 0 |  | 61 |",
     ):
         assert line in text
+
+
+NOWHERE: dict[Callable[..., Any], list[str]] = {
+    replay_benchmark.run_benchmark: ["--cpu", "--only", "exchange", "--out"],
+    weight_benchmark.run_benchmark: ["--cpu", "--out"],
+    norm_rope_benchmark.run_benchmark: ["--cpu", "--out"],
+    fault_matrix.main: ["--cpu", "--only", "all", "--out"],
+    soak.main: ["--cpu", "--out"],
+    peer_death.main: ["--cpu", "--out"],
+    sanitize.main: ["memcheck", "x", "--out"],
+    length_mixes.write_predictions: ["--results"],
+    plots.plot_results: ["docs/results/h200-x2", "--out"],
+}
+
+
+@pytest.mark.parametrize("command", NOWHERE, ids=lambda command: command.__module__.split(".")[-1])
+def test_a_folder_that_is_none_is_refused_before_anything_starts(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        message = "something was started"
+        raise AssertionError(message)
+
+    for place in (
+        "one_launch.run_ranks",
+        "benchmark_run.run_ranks",
+        "fault_matrix.find_moments",
+        "soak.run_ranks",
+        "peer_death.die_once",
+        "sanitize.run",
+        "length_mixes.predict",
+        "plots.draw_results",
+    ):
+        monkeypatch.setattr(f"ulysses_ops.tools.{place}", never)
+    (tmp_path / "file").write_text("mine")
+    app = typer.Typer()
+    app.command()(command)
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = CliRunner().invoke(app, [*NOWHERE[command], str(wrong)])
+        assert done.exit_code == 2, done.output
+        said = "".join(done.output.replace("│", " ").split())
+        assert f"{NOWHERE[command][-1]}:nothingcanbewritteninto" in said
+        assert "isnofolder;nameanotherone" in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_where_a_command_may_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    check_folder(tmp_path / "new" / "below")
+    check_folder(Path("new"))
+    check_file(tmp_path / "file")
+    check_file(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    for wrong, said in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "new" / "below", "its folder is not there; make it"),
+        (tmp_path / "file" / "below", "its folder is not there; make it|is no folder"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_file(wrong)
+        with pytest.raises(typer.BadParameter, match=said):
+            refuse_file(wrong)

@@ -169,6 +169,23 @@ def test_on_the_cpu_too_names_are_refused_before_ranks_start(only: str) -> None:
     assert plan_functional(2, 0, 100.0, Choice(only=only)).jobs
 
 
+@pytest.mark.parametrize("only", ["exchange", "step", "block", "all"])
+@pytest.mark.parametrize("what", ["shapes", "models", "variants", "modes", "parts"])
+def test_unknown_names_are_refused_whatever_is_measured(what: str, only: str) -> None:
+    wrong = Choice(only=only, **{what: "nope"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^{what}: .*'nope'.* unknown; choose from"):
+        plan_functional(2, 0, 100.0, wrong)
+    with pytest.raises(ValueError, match=f"^{what}: .*'nope'.* unknown; choose from"):
+        plan_benchmark(LAUNCH, wrong, Effort())
+    with pytest.raises(ValueError, match=f"^{what}: .*'nope'.* unknown; choose from"):
+        plan_replays(LAUNCH, 5, wrong)
+
+
+def test_known_names_that_mean_nothing_on_the_cpu_pass() -> None:
+    choice = Choice("flux,latents-2k", "exchange", "ours,naive", models="flux")
+    assert plan_functional(2, 0, 100.0, choice).jobs
+
+
 def test_a_block_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     resume = ResumeFrom(tmp_path, "block", "abc")
     effort = Effort(2, 0.5)
