@@ -144,7 +144,7 @@ def asked_again(rank: int, world_size: int) -> None:
         assert is_taken.wait(10)
         try:
             for _ in range(2):
-                with pytest.raises(UlyssesError, match="whole: .* is in use by thread"):
+                with pytest.raises(UlyssesError, match=r"whole: .* is in use by thread"):
                     weights.whole(0)
         finally:
             may_end.set()
@@ -185,7 +185,7 @@ def test_wrong_kinds_are_refused_in_a_sentence() -> None:
                 WeightShards(comm, wrong)
         with pytest.raises(ValueError, match=r"cut: weight must be \(out, in\)"):
             WeightShards.cut(torch.ones(3), comm)
-        with pytest.raises(ValueError, match="cut: x is torch.sparse_coo, and must be a dense"):
+        with pytest.raises(ValueError, match="cut: x is torch.sparse_coo"):
             WeightShards.cut(torch.ones(3, 2).to_sparse(), comm)
         nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
         for wrong, what in ((nested, "nested"), (torch.ones(2, 3).to_sparse(), "torch.sparse_coo")):
