@@ -80,7 +80,7 @@ def test_a_write_that_fails_takes_no_slots() -> None:
             cache.append(good[:, :1])
             before = cache.positions().tolist()
             for append in (cache.append, cache.append_replicated):
-                with pytest.raises(ValueError, match="x is torch.sparse_coo"):
+                with pytest.raises(ValueError, match=r"x is torch\.sparse_coo"):
                     append(good[:, :1].to_sparse())
                 with pytest.raises(ValueError, match="x is a meta tensor"):
                     append(good[:, :1].to("meta"))

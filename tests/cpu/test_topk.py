@@ -217,7 +217,7 @@ def test_what_is_refused(scores: Tensor, k: int, message: str) -> None:
 
 
 def test_rows_that_are_not_there_or_not_dense_have_no_top() -> None:
-    with pytest.raises(ValueError, match="top_rows: x is torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"top_rows: x is torch\.sparse_coo"):
         top_rows(torch.zeros(2, 4).to_sparse(), 1)
     with pytest.raises(ValueError, match="top_rows: x is a meta tensor"):
         top_rows(torch.zeros(2, 4, device="meta"), 1)

@@ -185,7 +185,7 @@ def test_wrong_kinds_are_refused_in_a_sentence() -> None:
                 WeightShards(comm, wrong)
         with pytest.raises(ValueError, match=r"cut: weight must be \(out, in\)"):
             WeightShards.cut(torch.ones(3), comm)
-        with pytest.raises(ValueError, match="cut: x is torch.sparse_coo"):
+        with pytest.raises(ValueError, match=r"cut: x is torch\.sparse_coo"):
             WeightShards.cut(torch.ones(3, 2).to_sparse(), comm)
         nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
         for wrong, what in ((nested, "nested"), (torch.ones(2, 3).to_sparse(), "torch.sparse_coo")):
