@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .kinds import check_kind, check_tensors
+from .kinds import check_data, check_dense, check_kind, check_tensors
 from .latent import (
     LatentHeads,
     check_latent,
@@ -23,7 +23,7 @@ from .latent import (
 )
 from .names import check_communicator
 from .ops import all_gather
-from .sequence_cache import SequenceCache
+from .sequence_cache import SequenceCache, numbers_beyond
 
 
 def attend_cached(
@@ -37,21 +37,25 @@ def attend_cached(
         comm: The communicator of the cache.
         heads: All H heads.
         counts: ``(Q, capacity)`` or ``(B, Q, capacity)``, boolean: which of this rank's slots each
-            query may see, ``(0 <= p) & (p <= row)`` with ``p = cache.own_positions()``.
+            query may see, ``(0 <= p) & (p <= row)`` with ``p = cache.own_positions()``. An empty
+            slot that counts is attended as what is in it: zeros, or an old row.
 
     Returns:
         ``(B, Q, H, value_dim)`` on every rank, equal to the last bit; zeros for a query that sees
         nothing.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or ``comm`` is not that of the cache;
-            raised before any rank waits.
+        ValueError: shapes or dtypes do not belong together, ``comm`` is not that of the cache, or
+            ``q`` or ``heads.up`` requires grad where gradients are on: a cache has none. Raised
+            before any rank waits.
         UlyssesError: as :func:`ulysses_ops.all_gather`.
 
     Collective, and capturable with ``q`` and ``counts`` as inputs.
     """
     _check("attend_cached", q, cache, comm, heads)
     check_tensors("attend_cached", counts=counts)
+    check_dense("attend_cached", counts)
+    check_data("attend_cached", counts)
     by_query = (q.shape[1], cache.capacity)
     if counts.dtype != torch.bool or counts.shape not in (by_query, (q.shape[0], *by_query)):
         message = (
@@ -76,17 +80,31 @@ def attend_cached_rows(
         heads: All H heads.
         selected: ``(B, Q, k)`` from :func:`ulysses_ops.indexer.select_sharded_rows` over a cache of
             indexer keys with the same slots: rank times capacity plus slot; -1 selects nothing.
+            Whether a slot is empty is not looked at: one that is selected is attended as zeros, or
+            as the old row in it, so give empty slots scores of ``-inf``.
 
     Returns:
         As :func:`attend_cached`.
 
     Raises:
-        ValueError, UlyssesError: as :func:`attend_cached`.
+        ValueError, UlyssesError: as :func:`attend_cached`; on the CPU also where a number is below
+            -1 or of no slot. On a GPU that is not looked at, and such a number selects nothing.
 
     Collective, and capturable.
     """
     _check("attend_cached_rows", q, cache, comm, heads)
+    check_tensors("attend_cached_rows", selected=selected)
+    check_dense("attend_cached_rows", selected)
+    check_data("attend_cached_rows", selected)
     check_selected("attend_cached_rows", selected, q)
+    last = cache.capacity * comm.world_size - 1
+    beyond = numbers_beyond(selected, -1, last)
+    if beyond:
+        message = (
+            f"attend_cached_rows: selected holds {beyond[0]}, and rows of the cache are from 0 to "
+            f"{last}, or -1 for none; pass what select_sharded_rows() returned"
+        )
+        raise ValueError(message)
     batch, num_queries, k = selected.shape
     local = selected.long() - comm.rank * cache.capacity
     is_mine = (local >= 0) & (local < cache.capacity) & (selected >= 0)
@@ -107,7 +125,18 @@ def _check(
             f"pass the one that the cache was made with"
         )
         raise ValueError(message)
+    check_tensors(op, q=q)
+    check_dense(op, q)
+    check_data(op, q)
     check_latent(op, q, cache.rows, heads)
+    # The all-gather of the parts has a gradient, and every rank would add that of all of them.
+    if torch.is_grad_enabled() and (q.requires_grad or heads.up.requires_grad):
+        which = "q" if q.requires_grad else "heads.up"
+        message = (
+            f"{op}: {which} requires grad, and a cache has no gradient; call it under "
+            f"torch.no_grad(), or pass {which}.detach()"
+        )
+        raise ValueError(message)
 
 
 def _merged(

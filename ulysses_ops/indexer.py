@@ -11,11 +11,13 @@ Source: DeepSeek-V3.2-Exp.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .kinds import check_tensors
+from .kinds import check_tensors, shown
 from .names import check_communicator
 from .ops import all_gather
 from .topk import distributed_topk, top_rows
@@ -36,9 +38,14 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tens
         ``(B, Q, S)``.
 
     Raises:
-        ValueError: shapes do not belong together; a size of 1 is not stretched.
+        ValueError: shapes do not belong together, a size of 1 is not stretched; or ``scale`` is no
+            finite number.
     """
     check_tensors("index_scores", q=q, weights=weights, keys=keys)
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not math.isfinite(scale):
+        message = f"index_scores: scale={shown(scale)} must be a finite number"
+        raise ValueError(message)
     fits = q.dim() == keys.dim() == 4 and weights.shape == q.shape[:3]
     if not fits or (keys.shape[0], *keys.shape[2:]) != (q.shape[0], 1, q.shape[3]):
         message = (

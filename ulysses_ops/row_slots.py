@@ -117,8 +117,21 @@ class RowSlots:
             splits: New rows of each rank.
 
         Raises:
+            ValueError: as :meth:`choose`; nothing is taken then.
+        """
+        placement = self.choose(splits)
+        self.take(placement)
+        return placement
+
+    def choose(self, splits: Sequence[int]) -> Placement:
+        """The slots that new rows would get; nothing is taken.
+
+        Args:
+            splits: New rows of each rank.
+
+        Raises:
             ValueError: splits are wrong, more rows than a rank has slots, or too few are free where
-                all rows are kept; nothing is taken then.
+                all rows are kept.
         """
         op = "SequenceCache"
         sizes = checked_splits(op, "seq", splits, None, self.world_size)
@@ -135,12 +148,14 @@ class RowSlots:
                 )
                 raise ValueError(message)
             chosen.append(tuple(order))
-        placement = Placement(self.length, sizes, tuple(chosen))
-        for rank, taken in enumerate(chosen):
+        return Placement(self.length, sizes, tuple(chosen))
+
+    def take(self, placement: Placement) -> None:
+        """Take the slots of a placement that was chosen, before any other change."""
+        for rank, taken in enumerate(placement.slots):
             for slot in taken:
                 self._positions[rank][slot] = self.length
                 self.length += 1
-        return placement
 
     def truncate(self, length: int) -> None:
         """Forget the rows from position ``length`` on, as after drafts that were refused.

@@ -17,12 +17,12 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange
 from .heads import share_heads
-from .kinds import check_kind, check_tensors, is_whole, shown
+from .kinds import check_data, check_dense, check_kind, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import checked_splits, even_splits
 from .row_slots import Keep, Placement, RowSlots
 from .window_spec import WindowSpec
-from .windows import Window, agree, reserve
+from .windows import Window, agree, refuse, reserve
 
 Heads = Literal["all", "split"]
 OP = "SequenceCache"
@@ -129,6 +129,7 @@ class SequenceCache:
             ``(n,)``, int64: of this rank's new rows, or with ``replicated`` of all.
         """
         check_kind(OP, "placement", placement, Placement, "what place() returned")
+        check_kind(OP, "replicated", replicated, bool, "True or False")
         rank = self._comm.rank
         chosen = list(placement.slots[rank])
         if replicated:
@@ -141,24 +142,39 @@ class SequenceCache:
 
         Args:
             x: ``(B, n, H, D)``, this rank's new rows.
-            slots: ``(n,)`` from :meth:`slots`.
+            slots: ``(n,)`` from :meth:`slots`. On a GPU nobody looks at the numbers: one beyond
+                the spare slot is an error of the device.
 
         Raises:
-            ValueError: shape, dtype or device is not that of the cache.
+            ValueError: shape, dtype or device is not that of the cache, ``x`` is not dense; or, on
+                the CPU, there is no such slot. Nothing is written then.
         """
         check_tensors(OP, slots=slots)
-        if slots.dim() != 1 or slots.dtype != torch.int64:
+        device = self.rows.device
+        if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != device:
             message = (
-                f"{OP}: slots are {list(slots.shape)}, {slots.dtype}, and must be (n,), "
-                f"torch.int64; pass what slots() returned"
+                f"{OP}: slots are {list(slots.shape)}, {slots.dtype}, on {slots.device}, and must "
+                f"be (n,), torch.int64, on {device}; pass what slots() returned"
             )
             raise ValueError(message)
         self._check_rows(x, slots.shape[0])
-        self._rows_and_spare.index_copy_(1, slots, x)
+        beyond = numbers_beyond(slots, 0, self.capacity)
+        if beyond:
+            message = (
+                f"{OP}: slots hold {beyond[0]}, and a slot is from 0 to {self.capacity}, the last "
+                f"of which is spare; pass what slots() returned"
+            )
+            raise ValueError(message)
+        rows = self._rows_and_spare
+        if x.dtype.itemsize == 1:  # some types of a byte have no such operator everywhere
+            rows, x = rows.view(torch.uint8), x.view(torch.uint8)
+        rows.index_copy_(1, slots, x)
 
     def _check_rows(self, x: Tensor, count: int | None = None) -> None:
         """Refuse new rows that have no place here, or are not as many as ``count``."""
         check_tensors(OP, x=x)
+        check_dense(OP, x)
+        check_data(OP, x)
         if x.requires_grad and torch.is_grad_enabled():
             message = (
                 f"{OP}: x requires grad, and a cache has no gradient; call it under "
@@ -185,25 +201,37 @@ class SequenceCache:
             splits: Rows of every rank; alike on all when left out.
 
         Raises:
-            ValueError: they do not fit, or shape, dtype, device or splits are wrong; or splits are
-                left out, and ranks hold different numbers of rows. No slot is taken then.
+            ValueError: they do not fit, or shape, dtype, device or splits are wrong; no slot is
+                taken then. Where ranks have splits that differ, or one holds other rows than its
+                splits say, all raise it at the first call with these splits. Later only the rank
+                whose rows are wrong raises it, and the others have taken slots: end the run then.
 
-        Where splits are left out, collective at the first call with a number of rows.
+        Collective at the first call with splits, or a number of rows without them; local later.
         """
         world_size, rank = self._comm.world_size, self._comm.rank
-        self._check_rows(x)
+        if splits is None:
+            self._check_rows(x)
         given = (x.shape[1],) * world_size if splits is None else splits
         sizes = checked_splits(OP, "seq", given, None, world_size)
-        self._check_rows(x, sizes[rank])
-        if splits is None and x.shape[1]:
-            # Each rank takes its own number for that of all: accounts would differ unseen.
-            shape = (1, sum(sizes), 1, 1)
-            spec = WindowSpec.all_gather(f"{OP}.append", shape, x.dtype, world_size)
-            with self._comm.turn.of(f"{OP}.append"):
-                agree(self._comm, spec)
-        placement = self.place(sizes)
-        self.write(x, self.slots(placement))
+        # Each rank accounts for the rows of all: accounts would differ unseen.
+        shape = (1, sum(sizes), 1, 1)
+        spec = WindowSpec.all_gather(
+            f"{OP}.append", shape, self.rows.dtype, world_size, seq_splits=sizes
+        )
+        with self._comm.turn.of(f"{OP}.append"):
+            try:
+                self._check_rows(x, sizes[rank])
+            except ValueError as error:
+                refuse(self._comm, [spec], str(error))
+            agree(self._comm, spec)
+        placement = self.account.choose(sizes)
+        self._write_and_take(x, placement)
         return placement
+
+    def _write_and_take(self, x: Tensor, placement: Placement) -> None:
+        """Write first: a write that fails takes no slots."""
+        self.write(x, self.slots(placement))
+        self.account.take(placement)
 
     def append_replicated(self, x: Tensor) -> Placement:
         """Of rows ``(B, n, H, D)`` that every rank has, each writes a share: nothing is sent.
@@ -212,10 +240,10 @@ class SequenceCache:
             ValueError: they do not fit, or shape, dtype or device is wrong; no slot is taken then.
         """
         self._check_rows(x)
-        placement = self.place(x.shape[1])
+        placement = self.account.choose(self.account.divide(x.shape[1]))
         first = sum(placement.splits[: self._comm.rank])
         share = x.narrow(1, first, placement.splits[self._comm.rank])
-        self.write(share, self.slots(placement))
+        self._write_and_take(share, placement)
         return placement
 
     def window(
@@ -331,3 +359,15 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Forget the rows from position ``length`` on; 0 empties the cache. Local."""
         self.account.truncate(length)
+
+
+def numbers_beyond(numbers: Tensor, first: int, last: int) -> list[int]:
+    """Those that are not from ``first`` to ``last``, where it costs no wait to look.
+
+    Nothing is known of numbers on a GPU, of fakes, or while a compiler traces.
+    """
+    if numbers.device.type != "cpu" or type(numbers) is not Tensor or torch.compiler.is_compiling():
+        return []
+    wide = numbers.long()
+    beyond: list[int] = wide[(wide < first) | (wide > last)].tolist()
+    return beyond

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .kinds import check_tensors, is_whole, shown
+from .kinds import check_data, check_dense, check_tensors, is_whole, shown
 from .names import check_communicator
 from .ops import all_gather
 from .plan import checked_splits
 from .window_spec import WindowSpec
-from .windows import agree
+from .windows import agree, refuse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LOW = (1 << 32) - 1
@@ -44,6 +44,8 @@ def _decoded(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _check_kinds(op: str, scores: Tensor, k: int) -> None:
     check_tensors(op, scores=scores)
+    check_dense(op, scores)
+    check_data(op, scores)
     if not is_whole(k):
         message = f"{op}: k={shown(k)} must be a whole number"
         raise ValueError(message)
@@ -73,7 +75,7 @@ def top_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         NaN comes before every number.
 
     Raises:
-        ValueError: dtype or ``k`` is wrong.
+        ValueError: dtype or ``k`` is wrong, or scores are not dense.
     """
     _check_kinds("top_rows", scores, k)
     if scores.dim() == 0:
@@ -105,12 +107,14 @@ def distributed_topk(
         column. NaN comes before every number. No gradients.
 
     Raises:
-        ValueError: shape, dtype, ``k`` or splits are wrong, raised before any rank waits; or ranks
-            have splits or dtypes that differ, on every rank.
+        ValueError: shape, dtype, ``k`` or splits are wrong, raised before any rank waits; or, on
+            every rank, ranks differ in splits, ``B``, ``Q``, ``k`` or dtype. Where the columns of
+            one rank alone are not those that ``seq_splits`` declare, all ranks raise it at the
+            first such call, and that rank alone later.
         UlyssesError: as :func:`ulysses_ops.all_gather`.
 
-    Collective: every rank calls it with the same ``B``, ``Q``, ``k`` and dtype. Ranks meet over
-    splits that are new, and not while a compiler traces.
+    Collective: every rank calls it with the same ``B``, ``Q``, ``k`` and dtype. Ranks meet where
+    one of these or the splits are new, and not while a compiler traces.
     """
     op = "distributed_topk"
     check_communicator(op, comm)
@@ -122,18 +126,7 @@ def distributed_topk(
     given = (held,) * world_size if seq_splits is None else seq_splits
     splits = checked_splits(op, "seq", given, None, world_size)
     _check(op, scores, k, sum(splits))
-    if splits[comm.rank] != held:
-        message = (
-            f"{op}: rank {comm.rank} holds {held} columns, seq_splits={list(splits)} say "
-            f"{splits[comm.rank]}; give the columns that all ranks hold"
-        )
-        raise ValueError(message)
-    if not torch.compiler.is_compiling():
-        # As many candidates may come from ranks that hold different numbers of columns.
-        shape = (1, sum(splits), 1, 1)
-        spec = WindowSpec.all_gather(op, shape, scores.dtype, world_size, seq_splits=splits)
-        with comm.turn.of(op):
-            agree(comm, spec)
+    _meet(op, scores, k, comm, splits)
     with torch.no_grad():
         keys = _keys(scores.detach(), sum(splits[: comm.rank]))
         own = keys.topk(min(k, held)).values if held else keys
@@ -142,3 +135,34 @@ def distributed_topk(
         numbers = tuple(min(k, size) for size in splits)
         found = all_gather(sent, comm, seq_splits=numbers).squeeze(3).transpose(1, 2)
         return _decoded(found.topk(k).values, scores.dtype)
+
+
+def _meet(
+    op: str, scores: Tensor, k: int, comm: UlyssesCommunicator, splits: tuple[int, ...]
+) -> None:
+    """Compare what the ranks are about to do, where it is new; refuse columns that are not there.
+
+    As many candidates may come from ranks that hold different numbers of columns, or that were
+    asked for different ``k``: their exchange alone would not show it.
+    """
+    batch, queries, held = scores.shape
+    message = (
+        f"{op}: rank {comm.rank} holds {held} columns, seq_splits={list(splits)} say "
+        f"{splits[comm.rank]}; give the columns that all ranks hold"
+    )
+    is_refused = splits[comm.rank] != held
+    if torch.compiler.is_compiling():
+        if is_refused:
+            raise ValueError(message)
+        return
+    spec = WindowSpec.all_gather(
+        f"{op}, k={int(k)}",
+        (batch, sum(splits), queries, 1),
+        scores.dtype,
+        comm.world_size,
+        seq_splits=splits,
+    )
+    with comm.turn.of(op):
+        if is_refused:
+            refuse(comm, [spec], message)
+        agree(comm, spec)

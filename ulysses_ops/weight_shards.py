@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .agreement import find_disagreement
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .exchange import Exchange
-from .kinds import check_kind, check_tensors, is_whole, shown
+from .kinds import check_data, check_dense, check_kind, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import even_splits
 from .window_spec import WindowSpec
@@ -53,23 +54,31 @@ class WeightShards:
             name: Weights of one name and shape share windows, if they do not overlap in time.
 
         Raises:
-            ValueError: there are none, they are not alike, or ranks hold different numbers of them;
-                the same text on every rank.
+            ValueError: there are none, they are not alike, not dense or of device meta; or ranks
+                differ in their number, ``in``, dtype or ``name``; the same text on every rank.
             UlyssesError: as :func:`ulysses_ops.reserve`.
 
         Collective.
         """
         check_communicator(OP, comm)
-        check_kind(OP, "name", name, str, "text")
-        refusal = _refusal(shards)
-        own = {"refusal": refusal} if refusal else {"rows": len(shards[0]), "layers": len(shards)}
+        own: dict[str, str | int]
+        try:
+            _check_shards(shards, name)
+            width, dtype = shards[0].shape[1], shards[0].dtype
+            layers = f"{len(shards)} layers (rows, {width}), {dtype}, name={name!r}"
+            own = {"rows": len(shards[0]), "layers": layers}
+        except ValueError as error:  # the others are about to meet, and hear of it
+            own = {"refusal": str(error)}
         records = comm.agreement.exchange(OP, own)
         for record in records:
             if "refusal" in record:
                 raise ValueError(record["refusal"])
-        counts = [record["layers"] for record in records]
-        if len(set(counts)) > 1:
-            message = f"{OP}: ranks hold shards of {counts} layers; pass those of all layers"
+        differing = find_disagreement([record["layers"] for record in records])
+        if differing is not None:
+            message = (
+                f"{OP}: ranks hold shards of different weights: {differing.describe()}; give each "
+                f"its rows of the same layers"
+            )
             raise ValueError(message)
         self._comm = comm
         self._shards = tuple(shards)
@@ -90,10 +99,11 @@ class WeightShards:
         """This rank's rows of a whole weight ``(out, in)``, in memory of their own.
 
         Raises:
-            ValueError: it is no weight of two dimensions.
+            ValueError: it is no dense weight of two dimensions.
         """
         check_communicator(f"{OP}.cut", comm)
         check_tensors(f"{OP}.cut", weight=weight)
+        check_dense(f"{OP}.cut", weight)
         if weight.dim() != 2:
             message = f"{OP}.cut: weight must be (out, in), got {list(weight.shape)}"
             raise ValueError(message)
@@ -148,17 +158,32 @@ class WeightShards:
         Raises:
             ValueError: there is no such layer.
             UlyssesError: the layer was not prefetched, its window is another layer's by now, or
-                was evicted since.
+                was evicted since; or another thread is in a call, and the layer may be asked for
+                again; or its exchange failed, and it has to be prefetched again.
         """
         self._check_layer(layer)
         slot = layer % NUM_SLOTS
         if self._held.get(slot) != (layer, self._windows[slot]) or not self._is_there(slot):
             message = f"{OP}: layer {layer} is not there; call prefetch({layer}) first"
             raise UlyssesError(message)
-        exchange = self._in_flight.pop(slot, None)
+        exchange = self._in_flight.get(slot)
         if exchange is not None:
-            exchange.complete()
+            # Refused here, the exchange is still as it was and can be completed later.
+            with self._comm.turn.of(f"{OP}.whole"):
+                self._complete(slot, exchange)
         return self._windows[slot].tensor.squeeze(2).squeeze(0)
+
+    def _complete(self, slot: int, exchange: Exchange) -> None:
+        """Fill the window; one that was not filled is never taken for a weight later."""
+        try:
+            exchange.complete()
+        except BaseException:
+            # With NCCL and gloo what failed is forgotten; copies of the device stay to be waited
+            # for, so there the next call tries again.
+            if self._comm.copy_engine is None and not self._windows[slot].is_in_flight:
+                del self._in_flight[slot], self._held[slot]
+            raise
+        del self._in_flight[slot]
 
     def _is_there(self, slot: int) -> bool:
         """Whether the window still has its memory; it is the most recently used then."""
@@ -172,15 +197,24 @@ class WeightShards:
             raise ValueError(message)
 
 
-def _refusal(shards: object) -> str | None:
-    """What is wrong with the shards of this rank, if anything is."""
+def _check_shards(shards: object, name: object) -> None:
+    """Refuse what this rank cannot take part with.
+
+    Raises:
+        ValueError: a shard, or the name, is of a wrong kind, or shards are not alike.
+    """
+    check_kind(OP, "name", name, str, "text")
     wanted = f"{OP}: shards must be (rows, in) and all alike"
     if not isinstance(shards, list | tuple):
-        return f"{wanted}, in a list; got {shown(shards)}"
+        message = f"{wanted}, in a list; got {shown(shards)}"
+        raise ValueError(message)
     for x in shards:
         if not isinstance(x, Tensor):
-            return f"{wanted}, each a tensor; got {shown(x)}"
+            message = f"{wanted}, each a tensor; got {shown(x)}"
+            raise ValueError(message)
+        check_dense(OP, x)
+        check_data(OP, x)
     kinds = sorted({f"{list(x.shape)}, {x.dtype}" for x in shards})
     if len(kinds) != 1 or shards[0].dim() != 2:
-        return f"{wanted}, got {'; '.join(kinds) or 'none'}"
-    return None
+        message = f"{wanted}, got {'; '.join(kinds) or 'none'}"
+        raise ValueError(message)

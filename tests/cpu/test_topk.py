@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from rank_pool import RankError, RankPool
 from torch import Tensor
 
-from ulysses_ops import UlyssesCommunicator
+from ulysses_ops import UlyssesCommunicator, UlyssesError
 from ulysses_ops import topk as topk_module
+from ulysses_ops.indexer import index_scores
 from ulysses_ops.topk import distributed_topk, top_rows
 
 Ranks = Callable[[int], RankPool]
@@ -125,6 +127,56 @@ def test_ranks_that_hold_other_columns_than_they_say_are_refused(ranks: Ranks) -
     assert "torch.bfloat16" in one[1]
 
 
+def declared_wrongly(rank: int, world_size: int) -> list[str]:
+    """Rank 1 lacks a column that the splits give it; then ranks differ in B, Q and k."""
+    scores = torch.arange(16.0).view(2, 2, 4) + 100 * rank
+    texts = []
+    with UlyssesCommunicator(device="cpu", timeout_s=20.0) as comm:
+        begun = time.monotonic()
+        for own, k, splits in (
+            (scores, 2, [4, 5]),
+            (scores[: 1 + rank], 2, None),
+            (scores[:, : 1 + rank], 2, None),
+            (scores, 2 + rank, None),
+        ):
+            with pytest.raises(ValueError, match=r"distributed_topk|different") as refused:
+                distributed_topk(own, k, comm, seq_splits=splits)
+            texts.append(str(refused.value))
+        assert time.monotonic() - begun < 10  # nobody waited for the limit
+        assert distributed_topk(scores, 1, comm)[1].unique().tolist() == [7]
+    return texts
+
+
+def test_what_one_rank_has_wrong_all_ranks_say(ranks: Ranks) -> None:
+    one, other = ranks(2).run(declared_wrongly, timeout_s=40)
+    assert one == other
+    assert "rank 1 holds 4 columns, seq_splits=[4, 5] say 5" in one[0]
+    assert "[1, 8, 2, 1]" in one[1]
+    assert "[2, 8, 2, 1]" in one[1]
+    assert "[2, 8, 1, 1]" in one[2]
+    assert "'distributed_topk, k=2'" in one[3]
+    assert "'distributed_topk, k=3'" in one[3]
+
+
+def refused_alone(rank: int, world_size: int) -> str:
+    """Control: what is refused before the meeting leaves the other rank waiting for its limit."""
+    with (
+        mock.patch.object(topk_module, "refuse", side_effect=ValueError("alone")),
+        UlyssesCommunicator(device="cpu", timeout_s=1.0) as comm,
+    ):
+        try:
+            distributed_topk(torch.zeros(1, 1, 4), 2, comm, seq_splits=[4, 5])
+        except (ValueError, UlyssesError) as error:
+            return str(error)
+        return "served"
+
+
+def test_control_a_refusal_that_is_not_shared_costs_the_limit(ranks: Ranks) -> None:
+    one, other = ranks(2).run(refused_alone, timeout_s=30)
+    assert other == "alone"
+    assert "waited 1 s for ranks [1]" in one or "rank 1, which left" in one
+
+
 def unseen(rank: int, world_size: int) -> list[int]:
     """Control: without the meeting columns are counted from another place."""
     own = torch.arange(13.0).view(1, 1, 13).split([6, 7], dim=2)[rank]
@@ -147,6 +199,8 @@ def test_control_without_the_meeting_columns_are_wrong(ranks: Ranks) -> None:
         (torch.zeros(1, 2, 4), 0, "k=0 must be from 1"),
         (torch.zeros(1, 2, 4, dtype=torch.float64), 1, "scores are torch.float64"),
         (torch.zeros(2, 4), 1, r"must have shape \(B, Q, S_local\)"),
+        (torch.zeros(1, 2, 4).to_sparse(), 1, "distributed_topk: x is torch.sparse_coo, and must"),
+        (torch.zeros(1, 2, 4, device="meta"), 1, "distributed_topk: x is a meta tensor"),
     ],
 )
 def test_what_is_refused(scores: Tensor, k: int, message: str) -> None:
@@ -160,3 +214,18 @@ def test_what_is_refused(scores: Tensor, k: int, message: str) -> None:
         pytest.raises(ValueError, match="rank 0 holds 4 columns"),
     ):
         distributed_topk(torch.zeros(1, 1, 4), 1, comm, seq_splits=[3])
+
+
+def test_rows_that_are_not_there_or_not_dense_have_no_top() -> None:
+    with pytest.raises(ValueError, match=r"top_rows: x is torch\.sparse_coo"):
+        top_rows(torch.zeros(2, 4).to_sparse(), 1)
+    with pytest.raises(ValueError, match="top_rows: x is a meta tensor"):
+        top_rows(torch.zeros(2, 4, device="meta"), 1)
+
+
+def test_a_scale_of_scores_is_a_number() -> None:
+    q, weights, keys = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3), torch.ones(1, 5, 1, 4)
+    for scale in ("x", None, True, math.nan):
+        with pytest.raises(ValueError, match=r"index_scores: scale=.* must be a finite number"):
+            index_scores(q, weights, keys, scale)  # type: ignore[arg-type]
+    assert index_scores(q, weights, keys, 2).unique().tolist() == [24.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,18 +94,86 @@ def test_weights_go_on_after_their_windows_were_evicted(ranks: Ranks) -> None:
 def different_ranks(rank: int, world_size: int) -> list[str]:
     texts = []
     with UlyssesCommunicator(timeout_s=10) as comm:
-        for own in ([torch.ones(2, 3)] * (3 + rank), [torch.ones(2, 3)] if rank else [1, 2]):
+        good = torch.ones(2, 3)
+        given: list[tuple[Any, Any]] = [
+            ([good] * (3 + rank), "w"),
+            ([good] if rank else [1, 2], "w"),
+            ([good.double() if rank else good], "w"),
+            ([torch.ones(2, 3 + rank)], "w"),
+            ([good], f"w{rank}"),
+            ([good], "w" if rank else 3),
+            ([good.to_sparse() if rank else good], "w"),
+            ([good.to("meta") if rank else good], "w"),
+        ]
+        for own, name in given:
             with pytest.raises(ValueError, match="WeightShards: ") as refused:
-                WeightShards(comm, own)  # type: ignore[arg-type]
+                WeightShards(comm, own, name=name)
             texts.append(str(refused.value))
+        uneven = WeightShards(comm, [torch.full((1 + rank, 3), float(rank))])  # rows may differ
+        uneven.prefetch(0)
+        assert uneven.whole(0)[:, 0].tolist() == [0.0, 1.0, 1.0]
     return texts
 
 
 def test_what_ranks_do_not_have_alike_is_refused_by_all(ranks: Ranks) -> None:
     one, other = ranks(2).run(different_ranks, timeout_s=20)
     assert one == other
-    assert "ranks hold shards of [3, 4] layers" in one[0]
-    assert "each a tensor; got 1" in one[1]
+    said = ["3 layers (rows, 3)", "4 layers", "each a tensor; got 1", "torch.float64", "(rows, 4)"]
+    said += ["name='w1'", "name=3 must be text", "x is torch.sparse_coo", "x is a meta tensor"]
+    assert len(one) == 8
+    for text in said:
+        assert any(text in sentence for sentence in one), text
+
+
+def asked_again(rank: int, world_size: int) -> None:
+    """Another thread is in a call while a layer is asked for; then it is asked for again."""
+    whole = torch.arange(1.0, 21.0).view(4, 5)
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        weights = WeightShards(comm, [WeightShards.cut(whole, comm)])
+        weights._windows[0].tensor.fill_(-1.0)
+        weights.prefetch(0)
+        is_taken, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with comm.turn.of("other"):
+                is_taken.set()
+                may_end.wait(10)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert is_taken.wait(10)
+        try:
+            for _ in range(2):
+                with pytest.raises(UlyssesError, match=r"whole: .* is in use by thread"):
+                    weights.whole(0)
+        finally:
+            may_end.set()
+            thread.join(10)
+        assert torch.equal(weights.whole(0), whole)
+
+
+def test_a_layer_that_was_refused_may_be_asked_for_again(ranks: Ranks) -> None:
+    ranks(2).run(asked_again, timeout_s=20)
+
+
+def failed(rank: int, world_size: int) -> None:
+    """An exchange that fails on every rank leaves nothing that passes for a weight."""
+    whole = torch.arange(1.0, 21.0).view(4, 5)
+    with UlyssesCommunicator(timeout_s=10) as comm:
+        weights = WeightShards(comm, [WeightShards.cut(whole, comm)])
+        weights.prefetch(0)
+        broken = mock.patch("ulysses_ops.collective._pack", side_effect=RuntimeError("no memory"))
+        with broken, pytest.raises(UlyssesError, match="nothing was exchanged"):
+            weights.whole(0)
+        for _ in range(2):
+            with pytest.raises(UlyssesError, match=r"is not there; call prefetch\(0\) first"):
+                weights.whole(0)
+        weights.prefetch(0)
+        assert torch.equal(weights.whole(0), whole)
+
+
+def test_a_layer_whose_exchange_failed_is_not_there(ranks: Ranks) -> None:
+    ranks(2).run(failed, timeout_s=20)
 
 
 def test_wrong_kinds_are_refused_in_a_sentence() -> None:
@@ -115,6 +185,12 @@ def test_wrong_kinds_are_refused_in_a_sentence() -> None:
                 WeightShards(comm, wrong)
         with pytest.raises(ValueError, match=r"cut: weight must be \(out, in\)"):
             WeightShards.cut(torch.ones(3), comm)
+        with pytest.raises(ValueError, match=r"cut: x is torch\.sparse_coo"):
+            WeightShards.cut(torch.ones(3, 2).to_sparse(), comm)
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+        for wrong, what in ((nested, "nested"), (torch.ones(2, 3).to_sparse(), "torch.sparse_coo")):
+            with pytest.raises(ValueError, match=f"WeightShards: x is {what}, and must be a dense"):
+                WeightShards(comm, [wrong])
         weights = WeightShards(comm, [torch.ones(2, 3)])
         for wrong in (1.0, 0.0, None, "a", True, -1, 1):
             with pytest.raises(ValueError, match="must be from 0 to 0"):
