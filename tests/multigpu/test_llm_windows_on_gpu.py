@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from on_gpu import NO_WAIT, communicator, delay, fault, settle
+from on_gpu import NO_WAIT, communicator, delay, fault, is_seen, settle
 from rank_pool import RankPool
 from torch import Tensor
 from whole_tensors import numbered, same_bytes
@@ -100,7 +100,7 @@ def test_captured_operators(pair: RankPool, crowd: Ranks) -> None:
 
 @pytest.mark.two_gpus
 def test_control_without_a_wait_stale_rows_are_seen(pair: RankPool) -> None:
-    assert max(pair.run(replayed_operators, 4096, True, 20.0, timeout_s=90)) > 0
+    assert is_seen(pair, replayed_operators, 4096, True, 20.0, timeout_s=90)
 
 
 def large_rows(rank: int, world_size: int) -> None:
