@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_ops.tools.block_table import TITLES
+from ulysses_ops.tools.block_table import OTHER_SCHEDULES, TITLES
 from ulysses_ops.tools.block_variants import COMPUTE, NAIVE, OURS, VARIANTS
 from ulysses_ops.tools.kept_rows import describe_commits
+from ulysses_ops.tools.layer_variants import PLANNED
 from ulysses_ops.tools.out_folder import refuse_folder
 from ulysses_ops.tools.results import Row, read_results, rows_from_json
 from ulysses_ops.tools.step_rows import OP as STEP
@@ -23,9 +24,10 @@ from ulysses_ops.tools.step_table import STEP_TITLES
 from ulysses_ops.tools.step_variants import STEP_VARIANTS
 from ulysses_ops.tools.timeline import Kind, Timeline
 
+BLOCK = "DiT block"
 GROUP = 0.8  # width of all bars of a shape
 COLOURS: dict[Kind, str] = {"kernel": "tab:blue", "exchange": "tab:red", "copy": "tab:orange"}
-SHOWN = tuple(f"{name}/graph" for name in (COMPUTE, OURS, NAIVE, "packed", "zero-CTA"))
+SHOWN = tuple(f"{name}/graph" for name in (COMPUTE, OURS, PLANNED, NAIVE, "packed", "zero-CTA"))
 
 ByModel = dict[str, dict[str, Row]]
 # By model and variant: a figure, and its quartiles.
@@ -62,7 +64,7 @@ def draw_results(folder: Path, out: Path) -> list[Path]:
     block, timeline = folder / "block.json", folder / "block_timeline.json"
     out.mkdir(parents=True, exist_ok=True)
     if block.exists():
-        written += _draw_bars_of(read_results(block), "block", "DiT block", out)
+        written += _draw_bars_of(read_results(block), "block", BLOCK, out)
     if timeline.exists():
         content = read_results(timeline)
         lines = {key: Timeline.from_json(entry) for key, entry in content["timelines"].items()}
@@ -100,7 +102,7 @@ def draw_times(rows: ByModel, what: str, caption: str, path: Path) -> None:
         model: {name: (row.median_us, None) for name, row in by.items()}
         for model, by in rows.items()
     }
-    _draw_bars(axes[0], rows, times)
+    _draw_bars(axes[0], rows, times, what)
     axes[0].set_yscale("log")
     axes[0].set_ylabel(f"time of a {what}, us, slowest rank")
     _save(figure, axes[0], f"{what}: {caption}", path)
@@ -117,14 +119,16 @@ def draw_tax(rows: ByModel, what: str, caption: str, path: Path) -> None:
         }
         for model, by in rows.items()
     }
-    _draw_bars(axes[0], rows, taxes)
+    _draw_bars(axes[0], rows, taxes, what)
     axes[0].axhline(0.0, color="k", linewidth=0.8)
     axes[0].set_ylabel("time over compute only, %")
     _save(figure, axes[0], f"Communication tax of a {what}: {caption}", path)
 
 
-def _draw_bars(axes: Any, rows: ByModel, heights: Heights) -> None:
-    drawn = {name for by in heights.values() for name in by}
+def _draw_bars(axes: Any, rows: ByModel, heights: Heights, what: str) -> None:
+    # More than ten would share colours, and the layer's other schedules have a table.
+    drawn = {name for by in heights.values() for name in by} - OTHER_SCHEDULES
+    titles = TITLES if what == BLOCK else STEP_TITLES
     known = dict.fromkeys([*(v.name for v in VARIANTS), *(v.name for v in STEP_VARIANTS)])
     names = [name for name in known if name in drawn]
     width = GROUP / max(len(names), 1)
@@ -141,8 +145,7 @@ def _draw_bars(axes: Any, rows: ByModel, heights: Heights) -> None:
             above.append(max(high - top, 0.0))
         has_range = any((*below, *above))
         error = [below, above] if has_range else None
-        label = {**TITLES, **STEP_TITLES}.get(name, name)
-        axes.bar(spots, tops, width, yerr=error, label=label, capsize=2)
+        axes.bar(spots, tops, width, yerr=error, label=titles.get(name, name), capsize=2)
     axes.set_xticks(range(len(rows)))
     axes.set_xticklabels([_label(model, by) for model, by in rows.items()], fontsize=8)
     axes.legend(fontsize=8)
