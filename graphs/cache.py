@@ -15,9 +15,9 @@ from ulysses_ops.communicator import UlyssesCommunicator
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.buckets import Bucket
 from ulysses_ops.graphs.ledger import Ledger
-from ulysses_ops.graphs.signature import GENERATORS, Signature, clone_tensors, each_of, flatten
+from ulysses_ops.graphs.signature import GENERATORS, Signature, clone_tensors, flatten
 from ulysses_ops.graphs.step import CapturedStep, can_capture, capture_step
-from ulysses_ops.kinds import check_at_least_1, check_callable, check_kind
+from ulysses_ops.kinds import check_at_least_1, check_callable, check_kind, each_of
 from ulysses_ops.names import check_communicator
 
 MAX_COUNTED = 1024  # signatures whose uses are counted before they are captured

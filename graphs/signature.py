@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from ulysses_ops.kinds import check_kind, shown
 
 # Values that a graph bakes in; another value is another graph.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 # What random generators of a step must be.
 GENERATORS = (torch.Generator, "a list of torch.Generators")
-
-_Kind = TypeVar("_Kind")
 LeafKey = tuple[torch.Size, torch.dtype] | tuple[type, str]
 
 
@@ -168,25 +164,3 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def clone_tensors(tree: Any) -> Any:
     """The same nesting around copies of the tensors."""
     return pytree.tree_map_only(Tensor, Tensor.clone, tree)
-
-
-def each_of(op: str, name: str, values: object, kind: type[_Kind], what: str) -> tuple[_Kind, ...]:
-    """Values of one kind, of a list or of anything that is gone through once.
-
-    Args:
-        op: Name for the message.
-        name: Of the argument.
-        values: What was given.
-        kind: Of each.
-        what: A list of these, in words.
-
-    Raises:
-        ValueError: it cannot be gone through, or one of them is of another kind.
-    """
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        message = f"{op}: {name}={shown(values)} must be {what}"
-        raise ValueError(message)
-    held = tuple(values)
-    for value in held:
-        check_kind(op, f"each of {name}", value, kind, f"in {what}")
-    return held

@@ -19,8 +19,8 @@ from ulysses_ops.copy_engine import CopyEngineGroup
 from ulysses_ops.errors import UlyssesError
 from ulysses_ops.graphs.capturing import Captured, capture, compare_exchanges, warm_up
 from ulysses_ops.graphs.line_up import compare_inputs
-from ulysses_ops.graphs.signature import GENERATORS, Flat, each_of, flatten, same_bits, tensors_of
-from ulysses_ops.kinds import check_callable, check_kind
+from ulysses_ops.graphs.signature import GENERATORS, Flat, flatten, same_bits, tensors_of
+from ulysses_ops.kinds import check_callable, check_kind, each_of
 from ulysses_ops.names import check_communicator
 
 RESOURCE = "captured steps"

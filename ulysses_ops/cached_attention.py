@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .kinds import check_data, check_dense, check_kind, check_tensors
+from .kinds import check_kind, check_readable, check_tensors
 from .latent import (
     LatentHeads,
     check_latent,
@@ -54,8 +54,7 @@ def attend_cached(
     """
     _check("attend_cached", q, cache, comm, heads)
     check_tensors("attend_cached", counts=counts)
-    check_dense("attend_cached", counts)
-    check_data("attend_cached", counts)
+    check_readable("attend_cached", counts)
     by_query = (q.shape[1], cache.capacity)
     if counts.dtype != torch.bool or counts.shape not in (by_query, (q.shape[0], *by_query)):
         message = (
@@ -94,8 +93,7 @@ def attend_cached_rows(
     """
     _check("attend_cached_rows", q, cache, comm, heads)
     check_tensors("attend_cached_rows", selected=selected)
-    check_dense("attend_cached_rows", selected)
-    check_data("attend_cached_rows", selected)
+    check_readable("attend_cached_rows", selected)
     check_selected("attend_cached_rows", selected, q)
     last = cache.capacity * comm.world_size - 1
     beyond = numbers_beyond(selected, -1, last)
@@ -126,8 +124,7 @@ def _check(
         )
         raise ValueError(message)
     check_tensors(op, q=q)
-    check_dense(op, q)
-    check_data(op, q)
+    check_readable(op, q)
     check_latent(op, q, cache.rows, heads)
     # The all-gather of the parts has a gradient, and every rank would add that of all of them.
     if torch.is_grad_enabled() and (q.requires_grad or heads.up.requires_grad):

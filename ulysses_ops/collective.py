@@ -206,15 +206,17 @@ def _places(out: Tensor, layout: Layout) -> list[Tensor]:
 def _exchange(
     comm: UlyssesCommunicator, layout: Layout, prepare: Callable[[], Prepared], name: str
 ) -> Tensor:
-    """Trade chunks (one a receiver), write what arrives into ``out`` and return it."""
+    """Trade chunks (one a receiver), write what arrives into ``out`` and return it.
+
+    In the caller's turn.
+    """
     if comm.group is None or comm.world_size == 1:
         chunks, out = prepare()
         place = _places(out, layout)[0]
         if chunks[0].data_ptr() != place.data_ptr():
             place.copy_(chunks[0])
         return out
-    with comm.turn.of("complete"):
-        return _trade(comm, layout, prepare, name)
+    return _trade(comm, layout, prepare, name)
 
 
 def _trade(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Kind = TypeVar("Kind")
 
 PLAIN = (str, bytes, bool, int, float, type(None))
 
@@ -66,6 +69,38 @@ def check_dense(op: str, x: Tensor, name: str = "x") -> None:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
         message = f"{op}: {name} is {kind}, and must be a dense tensor; convert it"
         raise ValueError(message)
+
+
+def check_readable(op: str, x: Tensor) -> None:
+    """Refuse what has no elements to read, as :func:`check_dense` and :func:`check_data`.
+
+    Raises:
+        ValueError: as they do.
+    """
+    check_dense(op, x)
+    check_data(op, x)
+
+
+def each_of(op: str, name: str, values: object, kind: type[Kind], what: str) -> tuple[Kind, ...]:
+    """Values of one kind, of a list or of anything that is gone through once.
+
+    Args:
+        op: Name for the message.
+        name: Of the argument.
+        values: What was given.
+        kind: Of each.
+        what: A list of these, in words.
+
+    Raises:
+        ValueError: it cannot be gone through, or one of them is of another kind.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        message = f"{op}: {name}={shown(values)} must be {what}"
+        raise ValueError(message)
+    held = tuple(values)
+    for value in held:
+        check_kind(op, f"each of {name}", value, kind, f"in {what}")
+    return held
 
 
 def check_callable(op: str, name: str, value: object, what: str) -> None:

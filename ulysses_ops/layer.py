@@ -17,7 +17,14 @@ from .communicator import UlyssesCommunicator
 from .constants import Constants, shipped_constants
 from .exchange import Exchange
 from .first_stage import FirstStage
-from .layer_checks import check_chunks, check_inputs, check_no_autocast, check_parts, check_tables
+from .layer_checks import (
+    check_chunks,
+    check_inputs,
+    check_no_autocast,
+    check_options,
+    check_parts,
+    check_tables,
+)
 from .norm_rope_checks import Rope
 from .ops import scatter
 from .packed_projection import PackedWeights
@@ -113,11 +120,8 @@ class UlyssesAttention(nn.Module):
         """
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        counts, options = (
-            (num_heads, kv_heads),
-            (schedule, constants, norm_rope_kernel, pack_weights),
-        )
-        check_parts(comm, (q, k, v, out), counts, norm_rope, attention, options)
+        check_parts(comm, (q, k, v, out), (num_heads, kv_heads), norm_rope, attention)
+        check_options(schedule, constants, norm_rope_kernel, pack_weights)
         sizes = Projections(q, k, v, out, num_heads, kv_heads)
         sizes.check(norm_rope, comm.world_size)
         self.comm = comm

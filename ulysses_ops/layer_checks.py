@@ -20,7 +20,6 @@ def check_parts(
     counts: tuple[object, object],
     norm_rope: object,
     attention: object,
-    options: tuple[object, object, object, object],
 ) -> None:
     """Refuse what the layer cannot be built of.
 
@@ -30,7 +29,6 @@ def check_parts(
         counts: H and ``H_kv``.
         norm_rope: A NormRope.
         attention: The kernel.
-        options: Schedule, constants, kernel of norm and RoPE, and whether weights are packed.
 
     Raises:
         ValueError: one of them is of another kind.
@@ -43,10 +41,9 @@ def check_parts(
         check_kind(op, name, count, int, "a whole number")
     check_kind(op, "norm_rope", norm_rope, NormRope, "a NormRope")
     check_callable(op, "attention", attention, "a function of q, k and v")
-    _check_options(*options)
 
 
-def _check_options(
+def check_options(
     schedule: object, constants: object, norm_rope_kernel: object, pack_weights: object
 ) -> None:
     """Refuse options of another kind.

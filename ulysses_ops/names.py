@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import group_of
 from .communicator import BY_NAME, UlyssesCommunicator
-from .kinds import check_data, check_dense, check_kind, check_sizes, check_tensors
+from .kinds import check_kind, check_readable, check_sizes, check_tensors
 
 
 def find_communicator(name: str, world_size: int, op: str) -> UlyssesCommunicator:
@@ -85,8 +85,7 @@ def check_call(
     """
     check_communicator(op, comm)
     check_tensors(op, x=x)
-    check_dense(op, x)  # type: ignore[arg-type]
-    check_data(op, x)  # type: ignore[arg-type]
+    check_readable(op, x)  # type: ignore[arg-type]
     check_sizes(op, "seq_splits", sizes)
     check_sizes(op, "head_splits", heads)
     check_sizes(op, "seq_starts" if op == "gather" else "head_starts", starts)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .communicator import UlyssesCommunicator
 from .exchange import Exchange
 from .heads import share_heads
-from .kinds import check_data, check_dense, check_kind, check_tensors, is_whole, shown
+from .kinds import check_kind, check_readable, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import checked_splits, even_splits
 from .row_slots import Keep, Placement, RowSlots
@@ -173,8 +173,7 @@ class SequenceCache:
     def _check_rows(self, x: Tensor, count: int | None = None) -> None:
         """Refuse new rows that have no place here, or are not as many as ``count``."""
         check_tensors(OP, x=x)
-        check_dense(OP, x)
-        check_data(OP, x)
+        check_readable(OP, x)
         if x.requires_grad and torch.is_grad_enabled():
             message = (
                 f"{OP}: x requires grad, and a cache has no gradient; call it under "

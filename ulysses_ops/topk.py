@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .communicator import UlyssesCommunicator
-from .kinds import check_data, check_dense, check_tensors, is_whole, shown
+from .kinds import check_readable, check_tensors, is_whole, shown
 from .names import check_communicator
 from .ops import all_gather
 from .plan import checked_splits
@@ -44,8 +44,7 @@ def _decoded(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _check_kinds(op: str, scores: Tensor, k: int) -> None:
     check_tensors(op, scores=scores)
-    check_dense(op, scores)
-    check_data(op, scores)
+    check_readable(op, scores)
     if not is_whole(k):
         message = f"{op}: k={shown(k)} must be a whole number"
         raise ValueError(message)
@@ -146,14 +145,15 @@ def _meet(
     asked for different ``k``: their exchange alone would not show it.
     """
     batch, queries, held = scores.shape
-    message = (
-        f"{op}: rank {comm.rank} holds {held} columns, seq_splits={list(splits)} say "
-        f"{splits[comm.rank]}; give the columns that all ranks hold"
-    )
-    is_refused = splits[comm.rank] != held
+    refusal = ""
+    if splits[comm.rank] != held:
+        refusal = (
+            f"{op}: rank {comm.rank} holds {held} columns, seq_splits={list(splits)} say "
+            f"{splits[comm.rank]}; give the columns that all ranks hold"
+        )
     if torch.compiler.is_compiling():
-        if is_refused:
-            raise ValueError(message)
+        if refusal:
+            raise ValueError(refusal)
         return
     spec = WindowSpec.all_gather(
         f"{op}, k={int(k)}",
@@ -163,6 +163,6 @@ def _meet(
         seq_splits=splits,
     )
     with comm.turn.of(op):
-        if is_refused:
-            refuse(comm, [spec], message)
+        if refusal:
+            refuse(comm, [spec], refusal)
         agree(comm, spec)

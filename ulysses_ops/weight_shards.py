@@ -14,7 +14,7 @@ from .agreement import find_disagreement
 from .communicator import UlyssesCommunicator
 from .errors import UlyssesError
 from .exchange import Exchange
-from .kinds import check_data, check_dense, check_kind, check_tensors, is_whole, shown
+from .kinds import check_dense, check_kind, check_readable, check_tensors, is_whole, shown
 from .names import check_communicator
 from .plan import even_splits
 from .window_spec import WindowSpec
@@ -212,8 +212,7 @@ def _check_shards(shards: object, name: object) -> None:
         if not isinstance(x, Tensor):
             message = f"{wanted}, each a tensor; got {shown(x)}"
             raise ValueError(message)
-        check_dense(OP, x)
-        check_data(OP, x)
+        check_readable(OP, x)
     kinds = sorted({f"{list(x.shape)}, {x.dtype}" for x in shards})
     if len(kinds) != 1 or shards[0].dim() != 2:
         message = f"{wanted}, got {'; '.join(kinds) or 'none'}"
